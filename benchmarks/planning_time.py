@@ -207,7 +207,7 @@ def _middling(least: Iterable[PlanReport]) -> int:
 
 def _alone(report: PlanReport) -> int:
     from offcompile.ir import DEVICE
-    from offcompile.planning.fit_budget import peak_alone
+    from offcompile.planning.floors import peak_alone
 
     tensors = tuple(replace(t, home=t.home and DEVICE) for t in report.problem.tensors)
     machine = report.machine

@@ -64,7 +64,7 @@ def measured(case: Case, seconds: float | None) -> Row:
     from offcompile.ahead.plan import Ahead, ForecastRequest, simple_ways
     from offcompile.ir import Infeasible
     from offcompile.machine.options import Options
-    from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
+    from offcompile.planning.floors import floor_of, peak_alone, with_reserve
 
     began = time.process_time()
     built = build(case.model, case.batch, case.length, "bfloat16")

@@ -20,7 +20,7 @@ from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.ahead.simple_reruns import Reruns
 from offcompile.graph.split.decision import LADDER
 from offcompile.machine.options import Options
-from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
+from offcompile.planning.floors import floor_of, peak_alone, with_reserve
 
 from .turns import machine
 

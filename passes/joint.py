@@ -9,7 +9,6 @@ for the same memory.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -134,9 +133,9 @@ class Joint:
     known_choices: tuple[Choices, ...] = field(default=(), compare=False)
     #: outlines of the step, made one by one and tried first
     outlines: Iterable[OutlinedChoices] = field(default=(), compare=False)
-    #: cost of a trial's plan of this very step, whose choices are the first known ones; the caller
-    #: keeps that plan if this search finds none that is better
-    begun_us: float = field(default=math.inf, compare=False)
+    #: what the first outline promises, if a trial has tried it: `outlines` are the others then, and
+    #: nothing else is tried, as the trial has done so
+    tried_us: float = field(default=0.0, compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -166,16 +165,11 @@ class Joint:
                 Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             variants += [] if self._floor(in_place) is not None else [in_place]
-        goes_on = self.begun_us < math.inf
-        if goes_on:
-            # the trial has tried all else: large steps gain only by the outlines that it left out
-            mine = replace(starts, known_choices=self.known_choices[:1])
-            states, near = self._left_out(starts) or mine.known(), True
-        else:
-            states, near = self._outlined(starts)
+        states, near = self._outlined(starts)
         if states:
             starts = replace(starts, is_outlined=True)
-        if (self.trial or goes_on) and near and search.best_plan is not None:
+        goes_on = self.tried_us > 0
+        if ((self.trial and near) or goes_on) and search.best_plan is not None:
             if not goes_on:
                 starts.known()  # the plan that is chosen is searched for again, from here
             return brought_home(problem, machine, search.best_plan, self.judge)
@@ -219,19 +213,12 @@ class Joint:
         search takes less time then."""
         search = starts.search
         enough = TRIED_OUTLINE if self.trial else SEARCHED_OUTLINE
-        states, promised_us = starts.outlined(self._made_meanwhile(search), enough)
+        outlines = self._made_meanwhile(search)
+        states, promised_us = starts.outlined(outlines, enough, self.tried_us)
         near = bool(states) and search.best_us <= promised_us * NEAR_OUTLINE
         if near:
             self._shorten(search)
         return states, near
-
-    def _left_out(self, starts: Starts) -> list[SearchState]:
-        """Starts with the outlines that a trial left out, as one of the first was near enough."""
-        outlines = self._made_meanwhile(starts.search)
-        first = next(outlines, None)
-        if first is None or self.begun_us > first.cost_us * TRIED_OUTLINE:
-            return []
-        return starts.outlined(outlines, SEARCHED_OUTLINE, first.cost_us)[0]
 
     def _shorten(self, search: Search) -> None:
         search.left = int(search.left * OUTLINED_SHARE)

@@ -32,7 +32,7 @@ POLICIES: Mapping[str, str] = types.MappingProxyType(
 #: fields of policies that only callers set
 HIDDEN = frozenset(
     {"judge", "progress", "hints", "floor_us", "kept_floor_us", "known_choices", "outlines"}
-    | {"trial", "begun_us"}
+    | {"trial", "tried_us"}
 )
 
 

@@ -9,14 +9,9 @@ from functools import cached_property
 from offcompile.graph.split.decision import LADDER
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
 from offcompile.machine.options import Options
-from offcompile.planning.endurance import spilled_bytes
-from offcompile.planning.fit_budget import (
-    PlanSearch,
-    fit_budget,
-    floor_of,
-    peak_alone,
-    with_reserve,
-)
+from offcompile.planning.feedback.endurance import spilled_bytes
+from offcompile.planning.fit_budget import PlanSearch, fit_budget
+from offcompile.planning.floors import floor_of, peak_alone, with_reserve
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
 from offcompile.run.plan.candidates import Candidate

@@ -19,7 +19,8 @@ from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.planning.fit_budget import floor_of, planning_seconds, with_reserve
+from offcompile.planning.fit_budget import planning_seconds
+from offcompile.planning.floors import floor_of, with_reserve
 from offcompile.planning.planner import NO_RIVAL, Rival, bounded_longer
 from offcompile.planning.splitting import SplitPart, StepEstimate
 from offcompile.report.report import PlanReport

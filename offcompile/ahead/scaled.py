@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offcompile.ir import Machine, Op, Problem, Tensor
-from offcompile.planning.fit_budget import floors_of_ways
+from offcompile.planning.floors import floors_of_ways
 
 #: relative precision of the largest batch
 PRECISION = 0.01

@@ -173,7 +173,7 @@ def _searched_on(trial: Choice, decide: Decide, rival: Rival) -> Choice:
 
 def _longer_or(made: Decided, found: Annotated, decide: Decide) -> Decided:
     """The cheaper of a plan and that of a search of the usual time, which may find none."""
-    with contextlib.suppress(Infeasible):
+    with contextlib.suppress(Infeasible, Beaten):
         return min(decide(found, may_fit=False), made, key=lambda d: d.cost_us)
     return made
 

@@ -26,7 +26,8 @@ from offcompile.ir import (
 )
 from offcompile.simulate import Simulator
 
-from .fit_budget import Decided, PlanSearch, fit_budget, floors_by_run
+from .fit_budget import Decided, PlanSearch, fit_budget
+from .floors import floors_by_run
 from .order import Order, RunStep
 from .replay import worst_case
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
+from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem
 from offcompile.ir.units import show_bytes, size_to_ask
-from offcompile.passes.search.program_variant import (
-    Choices,
-    ProgramVariant,
-    direct_choices,
-    held_on_host,
-)
 from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.simulate import Simulator
 
+from .floors import floor_of, floor_per_op, plain_plan, total_bytes, with_reserve
 from .order import Order, static_order
 from .plan_cache import Question, plan_once
-from .planner import Beaten, PlanResult
+from .planner import OUTLINE_FROM_OPS, Beaten, PlanResult
 from .ranks.judge import CollectivesBeside
 
 #: planning time: a base, plus a part per op and per tensor, up to a maximum
@@ -39,7 +33,9 @@ ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
 #: little from that room
 MANY_OPS = 1000
 #: room for holes slows a step if that leaves its tensors less than this multiple of the floor: then
-#: searches of SHORT_SHARE of the time decide if it is left, and one of LONG_SHARE improves the plan
+#: searches of SHORT_SHARE of the time decide if it is left, and one of LONG_SHARE improves the
+#: plan. If the step has outlines, the search without room comes first: its plan tells early if the
+#: other loses
 NEAR_FLOOR, SHORT_SHARE, LONG_SHARE = 4 / 3, 1 / 5, 3 / 5
 #: recomputing small tensors does not save a floor that exceeds the capacity by this factor
 HOPELESS = 1.25
@@ -87,20 +83,19 @@ class Holes:
 
 
 @dataclass(frozen=True)
-class _Planned:
-    machine: Machine
-    result: PlanResult
-    holes_bytes: int = 0
-    touching_us: float = 0.0
+class KnownPlans:
+    """Plans of the same ops, the newest last. begun: the plan that a trial found for this very
+    step and budget, if it is the newest; the caller keeps it if no better one is found."""
+
+    plans: tuple[Plan, ...] = ()
+    begun: Decided | None = None
 
     @property
-    def cost_us(self) -> float:
-        return self.result.cost_us + self.touching_us
+    def begun_us(self) -> float:
+        return float("inf") if self.begun is None else self.begun.result.cost_us
 
 
-def plain_plan(problem: Problem) -> Plan:
-    """The plan in which everything stays where it is."""
-    return Plan(start=tuple(Start(t.id, t.home) for t in problem.tensors if t.home is not None))
+NOTHING_KNOWN = KnownPlans()
 
 
 def planning_seconds(problem: Problem) -> float:
@@ -132,8 +127,7 @@ class PlanSearch:
     #: collectives that run beside the plan; None: there are none to know of
     beside: CollectivesBeside | None = None
     library_bytes: int = 0
-    #: see `PlanAsked`
-    begun_us: float = float("inf")
+    known: KnownPlans = NOTHING_KNOWN
 
 
 def fit_budget(
@@ -143,7 +137,6 @@ def fit_budget(
     held_bytes: int = 0,
     holes: Holes | None = None,
     may_fit: bool = True,
-    known: Sequence[Plan] = (),
     worth_us: float = float("inf"),
 ) -> Decided:
     """Finds a plan within the budget (None: the floor). Raises `Infeasible` with figures, and
@@ -159,73 +152,25 @@ def fit_budget(
         fitting = _as_it_is(problem, machine_for, room, budget_bytes)
         if fitting is not None:
             return fitting
-    compute_us = sum(op.duration_us for op in problem.ops)
-    spend = search.seconds or planning_seconds(problem)
-    touching = None if holes is None else holes.touching_us
-    roomy: _Planned | None = None
-
-    def planned(
-        capacity: int, holes_bytes: int = 0, worth_us: float = worth_us, share: float = 1.0
-    ) -> _Planned:
-        shortly = share == SHORT_SHARE
-        machine = machine_for(max(1, capacity - holes_bytes))
-        seeds = known if roomy is None else [*known, roomy.result.plan]
-        seconds = spend if search.trial else share * spend
-        trial = search.trial or shortly
-        # a step without room for holes has outlines of its own
-        before = roomy if share == LONG_SHARE else None
-        begun_us = search.begun_us if before is None else before.result.cost_us
-        figures = (seconds, seeds, worth_us, trial, search.beside, begun_us)
-        asked = Question(problem, machine, search.policy, *figures)
-        with rarely_collected():
-            if search.reuses:
-                result = plan_once(asked, search.progress)
-            else:
-                result = asked.answered(search.progress)
-        touching_us = 0.0 if touching is None else touching(machine, result)
-        return _Planned(machine, result, holes_bytes, touching_us)
-
+    plans = _Plans(problem, search, None if holes is None else holes.touching_us, worth_us)
     if budget_bytes is None:
-        found = _near_floor(planned, capacity)
+        found = plans.near_floor(capacity)
     else:
         capacity = budget_bytes - reserve_for(budget_bytes)
         floor = floor_of(problem, machine_for)
-        rooms = [] if holes is None else _rooms(capacity, floor, holes.wanted_bytes)
-        near = bool(rooms) and capacity - rooms[0] < floor * NEAR_FLOOR
-        share = SHORT_SHARE if near else 1.0
-        roomy = _first_found(partial(planned, share=share), capacity, rooms)
-        free_us = compute_us * (1 + NO_LOSS)
-        if roomy is not None and (
-            roomy.cost_us <= free_us
-            or (search.trial and not near)  # plans that are only compared all leave that room
-            or (len(problem.ops) > MANY_OPS and not near)  # takes longer than it can save
-        ):
-            found = roomy
-        elif roomy is not None:
-            # a plan without room for holes must gain more than the holes cost
-            least_us = min(worth_us, roomy.cost_us / (1 + HOLES_COST))
-            found = roomy
-            with contextlib.suppress(Infeasible, Beaten):
-                tight = planned(capacity, worth_us=least_us, share=share)
-                found = tight if tight.cost_us < least_us else roomy
-            if near and not search.trial and found.cost_us > free_us:
-                with contextlib.suppress(Infeasible, Beaten):
-                    longer = planned(capacity, found.holes_bytes, share=LONG_SHARE)
-                    found = min(longer, found, key=lambda made: made.cost_us)
-        else:
-            refusing = (problem, search, budget_bytes, held_bytes)
-            if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
-                raise refusal
-            try:
-                found = planned(capacity)
-            except Infeasible as error:
-                refusal = _with_budget(error.needed_bytes, *refusing)
-                raise refusal or Infeasible(
-                    f"The budget of {show_bytes(budget_bytes)} is above the floor, but no order of"
-                    " moves was found within it.",
-                    None,
-                    "Set memory to 'minimum', or to a little more.",
-                ) from None
+        refusing = (problem, search, budget_bytes, held_bytes)
+        if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
+            raise refusal
+        try:
+            found = plans.within(capacity, floor, 0 if holes is None else holes.wanted_bytes)
+        except Infeasible as error:
+            refusal = _with_budget(error.needed_bytes, *refusing)
+            raise refusal or Infeasible(
+                f"The budget of {show_bytes(budget_bytes)} is above the floor, but no order of"
+                " moves was found within it.",
+                None,
+                "Set memory to 'minimum', or to a little more.",
+            ) from None
     machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)
     return Decided(result, machine, order, False, found.holes_bytes, touching_us=found.touching_us)
@@ -236,12 +181,6 @@ def fits_as_it_is(problem: Problem, machine_for: Callable[[int], Machine], room_
     return _as_it_is(problem, machine_for, room_bytes, room_bytes) is not None
 
 
-def peak_alone(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
-    """The step's peak of device bytes with nothing moved."""
-    timeline = Simulator(problem, machine_for(_total_bytes(problem))).run(plain_plan(problem))
-    return timeline.peak_bytes[DEVICE]
-
-
 def _as_it_is(
     problem: Problem,
     machine_for: Callable[[int], Machine],
@@ -250,7 +189,7 @@ def _as_it_is(
 ) -> Decided | None:
     """The decision to move nothing, if the step then fits the capacity; otherwise None."""
     plain = plain_plan(problem)
-    timeline = Simulator(problem, machine_for(_total_bytes(problem))).run(plain)
+    timeline = Simulator(problem, machine_for(total_bytes(problem))).run(plain)
     peak = timeline.peak_bytes[DEVICE]
     if peak > capacity:
         return None
@@ -259,69 +198,124 @@ def _as_it_is(
     return Decided(result, machine, static_order(problem, machine, plain, timeline), True)
 
 
+@dataclass(frozen=True)
+class _Planned:
+    machine: Machine
+    result: PlanResult
+    holes_bytes: int = 0
+    touching_us: float = 0.0
+
+    @property
+    def cost_us(self) -> float:
+        return self.result.cost_us + self.touching_us
+
+
+@dataclass(frozen=True)
+class _Plans:
+    """Searches for plans of one step within several capacities."""
+
+    problem: Problem
+    search: PlanSearch
+    touching_us: Callable[[Machine, PlanResult], float] | None
+    worth_us: float
+
+    def __call__(
+        self,
+        capacity: int,
+        holes_bytes: int = 0,
+        worth_us: float = float("inf"),
+        share: float = 1.0,
+        before: _Planned | None = None,
+    ) -> _Planned:
+        """A plan that leaves so much room for holes. `share`: of the time. before: a plan whose
+        choices are tried; one with the same room is gone on from."""
+        search, known = self.search, self.search.known
+        spend = search.seconds or planning_seconds(self.problem)
+        machine = search.machine_for(max(1, capacity - holes_bytes))
+        goes_on = before is not None and share == LONG_SHARE
+        asked = Question(
+            self.problem,
+            machine,
+            search.policy,
+            spend if search.trial else share * spend,
+            known.plans if before is None else (*known.plans, before.result.plan),
+            min(worth_us, self.worth_us),
+            search.trial or share == SHORT_SHARE,
+            search.beside,
+            before.result.cost_us if before is not None and goes_on else known.begun_us,
+        )
+        with rarely_collected():
+            made = plan_once if search.reuses else Question.answered
+            result = made(asked, search.progress)
+        touching_us = 0.0 if self.touching_us is None else self.touching_us(machine, result)
+        return _Planned(machine, result, holes_bytes, touching_us)
+
+    def within(self, capacity: int, floor: int, wanted_bytes: int) -> _Planned:
+        """The better of plans with room for holes and without. Raises `Infeasible`."""
+        ops, search = self.problem.ops, self.search
+        rooms = _rooms(capacity, floor, wanted_bytes)
+        near = bool(rooms) and capacity - rooms[0] < floor * NEAR_FLOOR
+        outlined = len(ops) >= OUTLINE_FROM_OPS
+        if near and outlined and search.known.begun is not None:  # its trial has compared them
+            return self(capacity, search.known.begun.holes_bytes)
+        share = SHORT_SHARE if near else 1.0
+        tight = self(capacity, share=share) if near and outlined else None
+        most_us = float("inf") if tight is None else tight.cost_us * (1 + HOLES_COST)
+        roomy = self._with_room(capacity, rooms, most_us, share)
+        free_us = sum(op.duration_us for op in ops) * (1 + NO_LOSS)
+        if roomy is None:
+            found = tight or self(capacity)
+        elif not near and (
+            roomy.cost_us <= free_us
+            or search.trial  # plans that are only compared all leave that room
+            or len(ops) > MANY_OPS  # takes longer than it can save
+        ):
+            return roomy
+        else:
+            # a plan without room for holes must gain more than the holes cost
+            least_us = roomy.cost_us / (1 + HOLES_COST)
+            if tight is None and roomy.cost_us > free_us:
+                with contextlib.suppress(Infeasible, Beaten):
+                    tight = self(capacity, worth_us=least_us, share=share, before=roomy)
+            found = tight if tight is not None and tight.cost_us < least_us else roomy
+        if near and not search.trial and found.cost_us > free_us:
+            with contextlib.suppress(Infeasible, Beaten):
+                longer = self(capacity, found.holes_bytes, share=LONG_SHARE, before=found)
+                found = min(longer, found, key=lambda made: made.cost_us)
+        return found
+
+    def _with_room(
+        self, capacity: int, rooms: Sequence[int], most_us: float, share: float
+    ) -> _Planned | None:
+        """A plan that leaves the first of these rooms with which there is one."""
+        for room in rooms:
+            with contextlib.suppress(Infeasible):
+                try:
+                    return self(capacity, room, most_us, share)
+                except Beaten:
+                    if most_us == float("inf"):
+                        raise
+                    return None
+        return None
+
+    def near_floor(self, capacity: int) -> _Planned:
+        """The plan with the least capacity at which a schedule is found."""
+        for attempt in range(MOST_RAISES):
+            try:
+                return self(capacity)
+            except Infeasible as error:
+                capacity += max(error.needed_bytes or 0, (capacity // 64) << attempt, 4096)
+        raise Infeasible(
+            f"No schedule was found within {show_bytes(capacity)}, a little above the floor.",
+            None,
+            "Give a budget in bytes instead of 'minimum'.",
+        )
+
+
 def _rooms(capacity: int, floor: int, wanted_bytes: int) -> list[int]:
     """The wanted room for holes and smaller shares of it, as far as they leave the floor."""
     rooms = [int(wanted_bytes * share) for share in ROOMS]
     return [room for room in rooms if room and floor <= capacity - room]
-
-
-def _first_found(
-    planned: Callable[[int, int], _Planned], capacity: int, rooms: Sequence[int]
-) -> _Planned | None:
-    """A plan that leaves the first of these rooms with which there is one."""
-    for room in rooms:
-        with contextlib.suppress(Infeasible):
-            return planned(capacity, room)
-    return None
-
-
-def _near_floor(planned: Callable[[int], _Planned], capacity: int) -> _Planned:
-    """The plan with the least capacity at which a schedule is found."""
-    for attempt in range(MOST_RAISES):
-        try:
-            return planned(capacity)
-        except Infeasible as error:
-            capacity += max(error.needed_bytes or 0, (capacity // 64) << attempt, 4096)
-    raise Infeasible(
-        f"No schedule was found within {show_bytes(capacity)}, a little above the floor.",
-        None,
-        "Give a budget in bytes instead of 'minimum'.",
-    )
-
-
-def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
-    """The peak of device bytes over all ops if everything evictable is off the device."""
-    return max(_floor_per_op(problem, machine_for)[1], default=0)
-
-
-def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> dict[str, int]:
-    """The device bytes at each run if everything evictable is off the device."""
-    variant, floors = _floor_per_op(problem, machine_for)
-    return {run.name: nbytes for run, nbytes in zip(variant.program.runs, floors, strict=True)}
-
-
-def floors_of_ways(
-    problem: Problem, machine_for: Callable[[int], Machine]
-) -> tuple[list[int], ...]:
-    """The device bytes at each run if everything evictable is off the device: with weights copied,
-    and with weights accessed in place."""
-    return tuple(variant.floor for variant in _floor_variants(problem, machine_for))
-
-
-def _floor_variants(
-    problem: Problem, machine_for: Callable[[int], Machine]
-) -> list[ProgramVariant]:
-    machine = machine_for(1)
-    copied = Choices(hosted=held_on_host(problem))
-    in_place = direct_choices(problem, machine)
-    return [ProgramVariant(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
-
-
-def _floor_per_op(
-    problem: Problem, machine_for: Callable[[int], Machine]
-) -> tuple[ProgramVariant, list[int]]:
-    variant = min(_floor_variants(problem, machine_for), key=lambda f: max(f.floor, default=0))
-    return variant, variant.floor
 
 
 def _with_budget(
@@ -336,7 +330,7 @@ def _with_budget(
     `missing_bytes` is the shortage that the planner reported, if it did.
     """
     reserve_for = search.reserve_for
-    variant, floors = _floor_per_op(problem, search.machine_for)
+    variant, floors = floor_per_op(problem, search.machine_for)
     worst = max(range(len(floors)), key=floors.__getitem__)
     needed = floors[worst]
     if missing_bytes is not None:
@@ -368,14 +362,6 @@ def _with_budget(
     )
 
 
-def with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
-    """The budget that leaves `needed` bytes beside the runtime's reserve."""
-    total = needed + reserve_for(needed)
-    while total - reserve_for(total) < needed:
-        total += needed - (total - reserve_for(total))
-    return total
-
-
 def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infeasible:
     """The same refusal, naming a feasible budget instead if its own is smaller."""
     if error.needed_bytes is not None and budget_bytes + error.needed_bytes >= total_bytes:
@@ -385,8 +371,3 @@ def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infea
         total_bytes - budget_bytes,
         f"Set memory to '{size_to_ask(total_bytes)}' or more, or make the batch smaller.",
     )
-
-
-def _total_bytes(problem: Problem) -> int:
-    work = max((o.workspace_bytes for o in problem.ops), default=0)
-    return max(1, work + sum(t.nbytes for t in problem.tensors))

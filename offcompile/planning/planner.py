@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from offcompile.bounds import lower_bound
 from offcompile.ir import (
@@ -22,6 +23,7 @@ from offcompile.ir import (
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
 from offcompile.outline import outlines
+from offcompile.passes.joint import TRIED_OUTLINE
 from offcompile.passes.registry import make
 from offcompile.passes.search.program_variant import Choices
 from offcompile.passes.search.starts import OutlinedChoices
@@ -48,7 +50,8 @@ OUTLINE_FROM_OPS = 300
 
 
 class Beaten(Exception):
-    """No plan of the problem can cost less than the caller's current one."""
+    """No plan of the problem can cost less than the caller's current one, or none is expected to:
+    even an outline of it does not."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,8 @@ class PlanAsked:
     updates are tried first.
     worth_us: no plan is of use that takes this long.
     trial: plans are only compared, so that the search ends once it has one.
-    begun_us: cost of the newest known plan, if that is one of this very problem; the caller keeps
-    that plan if no better one is found.
+    begun_us: cost of the newest known plan, if a trial found it for this very problem; only plans
+    that cost less are of use, and only choices that the trial left out are tried.
     beside: collectives that run beside the plan; it is judged with them.
     """
 
@@ -171,17 +174,6 @@ class PlanAsked:
     trial: bool = False
     beside: CollectivesBeside | None = None
     begun_us: float = float("inf")
-
-
-@dataclass(frozen=True)
-class KnownPlans:
-    """Plans of the same ops, the newest last. begun_us: see `PlanAsked`."""
-
-    plans: tuple[Plan, ...] = ()
-    begun_us: float = float("inf")
-
-
-NOTHING_KNOWN = KnownPlans()
 
 
 def plan_problem(
@@ -213,6 +205,8 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
     if wrong:
         raise InvalidInput(wrong)
     _check_made(problem)
+    coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
+    outlined, tried_us = _outlined(coarse.problem, asked)
     if progress is not None:
         progress("bounding")
     bounding = max(BOUND_SHARE * seconds, BOUND_S_PER_OP * len(problem.ops))
@@ -222,7 +216,6 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
     left = max(seconds - (time.thread_time() - busy_from), (1 - BOUND_SHARE) * seconds)
     if progress is not None:
         progress(f"searching, {left:.0f} s left at most")
-    coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
         asked.policy,
         judge_for(coarse.problem, machine, asked.beside),
@@ -235,8 +228,8 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
         ),
         trial=asked.trial,
         known_choices=_choices_of(asked.known, coarse),
-        outlines=_outlines(coarse.problem, machine),
-        begun_us=asked.begun_us if len(problem.ops) >= OUTLINE_FROM_OPS else float("inf"),
+        outlines=outlined,
+        tried_us=tried_us,
     )
     try:
         plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
@@ -291,11 +284,26 @@ def _choices_of(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
     return tuple(dict.fromkeys(choices for choices in found if choices != Choices()))
 
 
-def _outlines(problem: Problem, machine: Machine) -> Iterator[OutlinedChoices]:
-    """Outlines of a large step, whose choices a search could not try one by one."""
-    if len(problem.ops) >= OUTLINE_FROM_OPS:
-        for found in outlines(problem, machine):
-            yield OutlinedChoices(found.choices, found.cost_us, found.away)
+def _outlined(problem: Problem, asked: PlanAsked) -> tuple[Iterable[OutlinedChoices], float]:
+    """Outlines of a large step, whose choices a search could not try one by one; and the time that
+    the first promises, if a trial has tried it, so that it is left out. Raises `Beaten`."""
+    if len(problem.ops) < OUTLINE_FROM_OPS or asked.policy.partition(":")[0] != "joint":
+        return (), 0.0
+    found = (
+        OutlinedChoices(o.choices, o.cost_us, o.away) for o in outlines(problem, asked.machine)
+    )
+    first, goes_on = next(found, None), asked.begun_us < float("inf")
+    if first is None:
+        if goes_on or (asked.trial and asked.worth_us < float("inf")):
+            raise Beaten
+        return (), 0.0
+    if first.cost_us >= asked.worth_us:  # plans take longer than outlines
+        raise Beaten
+    if not goes_on:
+        return chain([first], found), 0.0
+    if asked.begun_us > first.cost_us * TRIED_OUTLINE:  # the trial has tried all of them
+        raise Beaten
+    return found, first.cost_us
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float, seconds: float) -> float:

@@ -15,7 +15,7 @@ from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import counted, show_us, size
 from offcompile.planning.feedback.corrections import Corrected
 from offcompile.planning.feedback.measured import MeasuredStep
-from offcompile.planning.fit_budget import floor_of
+from offcompile.planning.floors import floor_of
 from offcompile.planning.planned_layout import planned_layout, planned_returns
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.splitting import Splitting

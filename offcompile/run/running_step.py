@@ -11,7 +11,7 @@ from typing import Any
 from offcompile.graph.lowering.lower import Compiled, Phase
 from offcompile.ir import BACKWARD, FORWARD
 from offcompile.machine.target import CudaTarget
-from offcompile.planning.endurance import spilled_bytes, watch_for
+from offcompile.planning.feedback.endurance import spilled_bytes, watch_for
 from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.memory.malloc.heap import heap

@@ -31,7 +31,7 @@ from offcompile.ir import InvalidInput, OffloadError
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget
-from offcompile.planning.fit_budget import floor_of
+from offcompile.planning.floors import floor_of
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.measure.in_place import Slowdown
 from offcompile.runtime.measure.op import Measured

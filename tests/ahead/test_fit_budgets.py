@@ -17,7 +17,7 @@ from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.ir import Infeasible
 from offcompile.machine.options import Options
 from offcompile.planning import plan_cache
-from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
+from offcompile.planning.floors import floor_of, peak_alone, with_reserve
 from offcompile.planning.planner import PlanAsked, PlanResult
 
 WIDTH, ROWS = 512, 4096

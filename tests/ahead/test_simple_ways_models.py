@@ -20,7 +20,7 @@ from offcompile.ahead.simple_ways import BUDGETED, CHECKPOINTED
 from offcompile.graph.updates import USUAL_HOST_GBPS, Updates
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
-from offcompile.planning.fit_budget import peak_alone
+from offcompile.planning.floors import peak_alone
 from offcompile.planning.planner import plan_problem
 
 CARD, WIDTH, WORDS, LENGTH, LAYERS = "rtx4090", 128, 256, 64, 4

@@ -14,7 +14,7 @@ from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Machine, Tier
 from offcompile.ir.jsonio import problem_from_json, problem_to_json
 from offcompile.machine.in_place import InPlace
-from offcompile.planning.fit_budget import plain_plan
+from offcompile.planning.floors import plain_plan
 from offcompile.simulate import simulate
 
 

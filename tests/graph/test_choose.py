@@ -18,13 +18,8 @@ from offcompile.graph.weight_placement import (
     weights_in_use_order,
 )
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planning.fit_budget import (
-    Decided,
-    PlanSearch,
-    fit_budget,
-    floor_of,
-    planning_seconds,
-)
+from offcompile.planning.fit_budget import Decided, PlanSearch, fit_budget, planning_seconds
+from offcompile.planning.floors import floor_of
 from offcompile.planning.planner import Beaten, Rival
 from offcompile.report.explain import fates
 from offcompile.report.modes import modes, module_rows

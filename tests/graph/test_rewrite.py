@@ -24,7 +24,8 @@ from offcompile.graph.lowering.lower import lower
 from offcompile.graph.lowering.rewrite import Rewritten, rewrite
 from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Lane, Machine, Tier
-from offcompile.planning.fit_budget import Decided, PlanSearch, fit_budget, floor_of
+from offcompile.planning.fit_budget import Decided, PlanSearch, fit_budget
+from offcompile.planning.floors import floor_of
 from offcompile.planning.order import ProgramStep, RunStep, StartStep, WaitStep
 from offcompile.planning.replay import worst_case
 from offcompile.runtime.base.counters import counters

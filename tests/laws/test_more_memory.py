@@ -9,7 +9,7 @@ from memferry_problems import machine, step
 
 from offcompile.ir import Machine, Plan, Problem
 from offcompile.passes.registry import make
-from offcompile.planning.fit_budget import floor_of
+from offcompile.planning.floors import floor_of
 from offcompile.planning.planner import certify, judge_for
 
 LAYERS, BUDGETS = 8, 10

@@ -18,9 +18,8 @@ from offcompile.planning.fit_budget import (
     Holes,
     PlanSearch,
     fit_budget,
-    floor_of,
-    floors_by_run,
 )
+from offcompile.planning.floors import floor_of, floors_by_run
 from offcompile.planning.planner import PlanAsked, PlanResult, plan_asked
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from torch import nn
 import offcompile
 from offcompile.ir import DEVICE, HOST, Move, Op, Plan, Problem, Tensor
 from offcompile.planning import endurance
-from offcompile.planning.endurance import (
+from offcompile.planning.feedback.endurance import (
     SPILLED,
     SpillWatch,
     daily_bytes,

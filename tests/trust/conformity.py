@@ -16,7 +16,7 @@ from torch import Tensor
 import offcompile
 from offcompile.ir import DEVICE
 from offcompile.machine import target
-from offcompile.planning.fit_budget import peak_alone
+from offcompile.planning.floors import peak_alone
 from offcompile.report import report as report_module
 from offcompile.run import problem_source as survey
 from offcompile.run import trial

@@ -23,7 +23,7 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.passes.select.footprint import footprint
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.planning.fit_budget import floors_of_ways, plain_plan, with_reserve
+from offcompile.planning.floors import floors_of_ways, plain_plan, with_reserve
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.pieces import best_candidate
 from offcompile.run.plan.planner import GraphPlanner

@@ -23,8 +23,9 @@ from offcompile.ir import HOST, Infeasible, Plan, Problem
 from offcompile.ir.units import size
 from offcompile.machine.in_place import InPlace
 from offcompile.passes.select.pinned_weights import spread, weights_in_use_order
-from offcompile.planning.fit_budget import Decided, floor_of
-from offcompile.planning.planner import Beaten, KnownPlans
+from offcompile.planning.fit_budget import Decided, KnownPlans
+from offcompile.planning.floors import floor_of
+from offcompile.planning.planner import Beaten
 from offcompile.run.plan.candidates import Candidate
 
 from .processes import Beside

@@ -26,7 +26,7 @@ from offcompile.machine.this_machine import (
     disk_identity,
     this_machine,
 )
-from offcompile.planning.endurance import daily_bytes
+from offcompile.planning.feedback.endurance import daily_bytes
 from offcompile.runtime.base.host_limits import in_container, in_wsl
 from offcompile.runtime.base.limits import read_limits
 from offcompile.runtime.device.cuda.calls import CudaCalls, DriverCalls, count_cards, why_no_cards

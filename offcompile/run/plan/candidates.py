@@ -16,13 +16,8 @@ from offcompile.graph.mask_bits import has_bits
 from offcompile.graph.weight_placement import TRIAL_SHARE, Choice
 from offcompile.ir import Infeasible, Problem
 from offcompile.machine.in_place import InPlace
-from offcompile.planning.fit_budget import (
-    NO_LOSS,
-    PlanSearch,
-    fit_budget,
-    peak_alone,
-    with_reserve,
-)
+from offcompile.planning.fit_budget import NO_LOSS, PlanSearch, fit_budget
+from offcompile.planning.floors import peak_alone, with_reserve
 from offcompile.planning.planner import Beaten
 from offcompile.run.problem_source import ProblemSource
 

@@ -16,8 +16,8 @@ from offcompile.graph.split import Splits
 from offcompile.graph.weight_placement import Choice
 from offcompile.ir import DEVICE, HOST, Machine, Plan, Problem
 from offcompile.planning.empty_turn import kept_at_turn
-from offcompile.planning.endurance import planned_life
 from offcompile.planning.feedback.corrections import with_factors
+from offcompile.planning.feedback.endurance import planned_life
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
 from offcompile.planning.feedback.sparsity import Packability
 from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in, total_bytes

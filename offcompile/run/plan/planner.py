@@ -16,18 +16,19 @@ from offcompile.machine.in_place import InPlace
 from offcompile.passes.select.pinned_weights import without_room_on_host
 from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.fit_budget import (
+    NOTHING_KNOWN,
     Decided,
     Holes,
+    KnownPlans,
     PlanSearch,
     fit_budget,
     fits_as_it_is,
-    floor_of,
     planning_seconds,
     with_figure,
-    with_reserve,
 )
+from offcompile.planning.floors import floor_of, with_reserve
 from offcompile.planning.planned_layout import planned_returns
-from offcompile.planning.planner import NOTHING_KNOWN, KnownPlans, PlanResult
+from offcompile.planning.planner import PlanResult
 from offcompile.planning.splitting import StepEstimate
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
@@ -89,7 +90,7 @@ class GraphPlanner:
             options.reuse_plans,
             self.request.beside,
             target.library_bytes,
-            known.begun_us,
+            known,
         )
         offload_saved = self.request.kind.offload_saved
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
@@ -102,7 +103,6 @@ class GraphPlanner:
             self.request.held_bytes,
             None if budget is None else self._holes(problem, budget),
             may_fit,
-            known.plans,
             worth_us,
         )
 
@@ -169,7 +169,7 @@ class PlacementSearch:
     annotated: Annotated
     share: float = 1.0
     #: plans of the step with its weights placed differently, whose choices are tried
-    _known: list[tuple[Problem, PlanResult]] = field(default_factory=list)
+    _known: list[tuple[Problem, Decided]] = field(default_factory=list)
 
     @cached_property
     def in_place(self) -> InPlace | None:
@@ -308,16 +308,16 @@ class PlacementSearch:
             trial=trial,
         )
         if made.result.plan.recomputes or made.result.plan.updates:
-            self._known.append((found.problem, made.result))
+            self._known.append((found.problem, made))
         return replace(made, updates_us=updates_us)
 
     def _known_of(self, problem: Problem) -> KnownPlans:
         """All known plans, with one of this very problem as the newest."""
         rival = self.planner.request.rival.plan
-        others = [made.plan for other, made in self._known if other is not problem]
+        others = [made.result.plan for other, made in self._known if other is not problem]
         mine = [made for other, made in self._known if other is problem]
-        plans = [*([] if rival is None else [rival]), *others, *(made.plan for made in mine)]
-        return KnownPlans(tuple(plans), mine[-1].cost_us if mine else float("inf"))
+        plans = [*([] if rival is None else [rival]), *others, *(m.result.plan for m in mine)]
+        return KnownPlans(tuple(plans), mine[-1] if mine else None)
 
     def _updates_us(self, found: Annotated) -> float:
         """The time that a user's optimizer takes over the link for weights that are on the host.

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from offcompile.ir import DEVICE, HOST, Plan, Problem
+from offcompile.planning.timelines import moved_bytes
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.disk.drive_life import DriveLife, DriveWatch, capacity_of, drive_life
 from offcompile.runtime.moves.registry import RuntimeSettings, runtimes
-
-from .timelines import moved_bytes
 
 SPILLED = "spilled tensors"
 _FIX = (

@@ -1,0 +1,73 @@
+"""The least memory that a step needs: with nothing moved, and with everything that can leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from offcompile.ir import DEVICE, Machine, Plan, Problem, Start
+from offcompile.passes.search.program_variant import (
+    Choices,
+    ProgramVariant,
+    direct_choices,
+    held_on_host,
+)
+from offcompile.simulate import Simulator
+
+
+def plain_plan(problem: Problem) -> Plan:
+    """The plan in which everything stays where it is."""
+    return Plan(start=tuple(Start(t.id, t.home) for t in problem.tensors if t.home is not None))
+
+
+def peak_alone(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
+    """The step's peak of device bytes with nothing moved."""
+    timeline = Simulator(problem, machine_for(total_bytes(problem))).run(plain_plan(problem))
+    return timeline.peak_bytes[DEVICE]
+
+
+def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
+    """The peak of device bytes over all ops if everything evictable is off the device."""
+    return max(floor_per_op(problem, machine_for)[1], default=0)
+
+
+def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> dict[str, int]:
+    """The device bytes at each run if everything evictable is off the device."""
+    variant, floors = floor_per_op(problem, machine_for)
+    return {run.name: nbytes for run, nbytes in zip(variant.program.runs, floors, strict=True)}
+
+
+def floors_of_ways(
+    problem: Problem, machine_for: Callable[[int], Machine]
+) -> tuple[list[int], ...]:
+    """The device bytes at each run if everything evictable is off the device: with weights copied,
+    and with weights accessed in place."""
+    return tuple(variant.floor for variant in _floor_variants(problem, machine_for))
+
+
+def _floor_variants(
+    problem: Problem, machine_for: Callable[[int], Machine]
+) -> list[ProgramVariant]:
+    machine = machine_for(1)
+    copied = Choices(hosted=held_on_host(problem))
+    in_place = direct_choices(problem, machine)
+    return [ProgramVariant(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
+
+
+def floor_per_op(
+    problem: Problem, machine_for: Callable[[int], Machine]
+) -> tuple[ProgramVariant, list[int]]:
+    variant = min(_floor_variants(problem, machine_for), key=lambda f: max(f.floor, default=0))
+    return variant, variant.floor
+
+
+def with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
+    """The budget that leaves `needed` bytes beside the runtime's reserve."""
+    total = needed + reserve_for(needed)
+    while total - reserve_for(total) < needed:
+        total += needed - (total - reserve_for(total))
+    return total
+
+
+def total_bytes(problem: Problem) -> int:
+    work = max((o.workspace_bytes for o in problem.ops), default=0)
+    return max(1, work + sum(t.nbytes for t in problem.tensors))
