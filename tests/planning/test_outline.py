@@ -9,20 +9,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from outlined import EVERYTHING, LAYERS, OP_US, SAVED, STATES, WEIGHT, machine, training
 
-from offcompile.ir import (
-    DEVICE,
-    HOST,
-    Infeasible,
-    Lane,
-    Machine,
-    Op,
-    Plan,
-    Problem,
-    Tensor,
-    Tier,
-    Timeline,
-)
+from offcompile.ir import HOST, Infeasible, Machine, Plan, Problem
 from offcompile.outline import StepOutline, outline, outlines
 from offcompile.passes.build.schedule import build
 from offcompile.passes.joint import Joint
@@ -31,41 +20,6 @@ from offcompile.passes.search.starts import OutlinedChoices
 from offcompile.planning import planner
 from offcompile.planning.planner import check_plan, judge_for, plan_problem
 from offcompile.testing import problems_with_machines
-
-LAYERS, OP_US, MIB = 24, 1000.0, 1 << 20
-WEIGHT, SAVED, STATES = 24 * MIB, 16 * MIB, 144 * MIB
-EVERYTHING = LAYERS * (2 * WEIGHT + STATES + 2 * SAVED)
-
-
-def machine(device_bytes: int, rate: float = 25_000.0) -> Machine:
-    lanes = Lane("h2d", HOST, DEVICE, rate), Lane("d2h", DEVICE, HOST, rate)
-    return Machine((Tier(DEVICE, device_bytes), Tier(HOST, None)), lanes)
-
-
-def training(updates: bool = True) -> Problem:
-    """Layers of two ops; the second is cheap to run again. Weights and states are at home on the
-    host, and an update takes the host as long as five ops."""
-    tensors = [Tensor("x", MIB, "input", DEVICE, pinned=True)]
-    ops, last = list[Op](), "x"
-    for i in range(LAYERS):
-        tensors += [
-            Tensor(f"w{i}", WEIGHT, "weight", HOST),
-            Tensor(f"m{i}", SAVED, "activation", None),
-            Tensor(f"a{i}", SAVED, "activation", None),
-            Tensor(f"g{i}", WEIGHT, "gradient", None),
-        ]
-        ops.append(Op(f"F{i}", "forward", OP_US, (f"w{i}", last), (f"m{i}",), recompute=True))
-        ops.append(Op(f"A{i}", "forward", OP_US / 20, (f"m{i}",), (f"a{i}",), recompute=True))
-        last = f"a{i}"
-    for i in reversed(range(LAYERS)):
-        ops.append(Op(f"B{i}", "backward", 2 * OP_US, (f"w{i}", f"m{i}", f"a{i}"), (f"g{i}",)))
-        if updates:
-            tensors.append(Tensor(f"s{i}", STATES, "state", HOST))
-            kept = f"w{i}", f"s{i}"
-            ops.append(
-                Op(f"U{i}", "update", 300.0, (f"g{i}", *kept), kept, host_duration_us=5 * OP_US)
-            )
-    return Problem(tuple(tensors), tuple(ops), steady=False)
 
 
 def compute_us(problem: Problem) -> float:
@@ -206,33 +160,6 @@ def test_a_trial_stops_at_the_plan_of_the_outline() -> None:
     replace(trial, outlines=all_outlines()).apply(problem, on, Plan())
     assert len(asked) < without
     assert len(told) == 1  # its plan is near enough: no other outline is made
-
-
-@pytest.mark.parametrize(("far", "wanted"), [(1.02, 4), (1.05, 1)])
-def test_a_search_that_goes_on_tries_what_its_trial_left_out(far: float, wanted: int) -> None:
-    """That is all outlines, unless the trial was too far from the first to stop before the last:
-    then its own choices are planned once more, and nothing else."""
-    problem, on = training(), machine(EVERYTHING // 5)
-    judged, told, began = list[Plan](), list[StepOutline](), made(problem, on)
-    plain = judge_for(problem, on)
-
-    def judge(p: Problem, m: Machine, plan: Plan) -> Timeline:
-        judged.append(plan)
-        return plain(p, m, plan)
-
-    def promising() -> Iterator[OutlinedChoices]:
-        for found in outlines(problem, on):
-            told.append(found)
-            # no plan comes near to what it promises
-            yield OutlinedChoices(found.choices, began.cost_us / 10, found.away)
-
-    begun_us = far * began.cost_us / 10
-    search = Joint(judge=judge, outlines=promising(), begun_us=begun_us, evaluations=40)
-    plan = replace(search, known_choices=(began.choices,)).apply(problem, on, Plan())
-    if wanted == 1:
-        assert len(judged) <= 3
-    assert plain(problem, on, plan).valid
-    assert len(told) == wanted
 
 
 @pytest.mark.parametrize("from_ops", [0, 10_000])

@@ -11,7 +11,7 @@ from torch import nn
 
 import offcompile
 from offcompile.ir import DEVICE, HOST, Move, Op, Plan, Problem, Tensor
-from offcompile.planning import endurance
+from offcompile.planning.feedback import endurance
 from offcompile.planning.feedback.endurance import (
     SPILLED,
     SpillWatch,
