@@ -45,8 +45,9 @@ KEEPING_SECONDS = 0.5
 #: larger problems are planned with merged ops
 COARSEN_ABOVE_OPS = 1500
 
-#: searches of larger problems begin with what an outline of the step says
-OUTLINE_FROM_OPS = 300
+#: searches of larger problems begin with what an outline of the step says, if it promises less than
+#: this multiple of what a bound must be below: outlines are nearer to plans than bounds are
+OUTLINE_FROM_OPS, WORTH_OUTLINED = 300, 1.03
 
 
 class Beaten(Exception):
@@ -297,7 +298,7 @@ def _outlined(problem: Problem, asked: PlanAsked) -> tuple[Iterable[OutlinedChoi
         if goes_on or (asked.trial and asked.worth_us < float("inf")):
             raise Beaten
         return (), 0.0
-    if first.cost_us >= asked.worth_us:  # plans take longer than outlines
+    if first.cost_us >= asked.worth_us * WORTH_OUTLINED:
         raise Beaten
     if not goes_on:
         return chain([first], found), 0.0
