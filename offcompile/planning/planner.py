@@ -48,6 +48,9 @@ COARSEN_ABOVE_OPS = 1500
 #: searches of larger problems begin with what an outline of the step says, if it promises less than
 #: this multiple of what a bound must be below: outlines are nearer to plans than bounds are
 OUTLINE_FROM_OPS, WORTH_OUTLINED = 300, 1.03
+#: a search of a step of so many ops that goes on from a trial finds something only by outlines that
+#: the trial left out
+OUTLINES_ONLY_FROM_OPS = 1000
 
 
 class Beaten(Exception):
@@ -293,7 +296,8 @@ def _outlined(problem: Problem, asked: PlanAsked) -> tuple[Iterable[OutlinedChoi
     found = (
         OutlinedChoices(o.choices, o.cost_us, o.away) for o in outlines(problem, asked.machine)
     )
-    first, goes_on = next(found, None), asked.begun_us < float("inf")
+    first = next(found, None)
+    goes_on = asked.begun_us < float("inf") and len(problem.ops) >= OUTLINES_ONLY_FROM_OPS
     if first is None:
         if goes_on or (asked.trial and asked.worth_us < float("inf")):
             raise Beaten

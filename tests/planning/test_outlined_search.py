@@ -32,6 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[StepOutline]:
     monkeypatch.setattr(planner, "outlines", counting)
     monkeypatch.setattr(planner, "OUTLINE_FROM_OPS", 0)
     monkeypatch.setattr(fitting, "OUTLINE_FROM_OPS", 0)
+    monkeypatch.setattr(planner, "OUTLINES_ONLY_FROM_OPS", 0)
     return made
 
 
