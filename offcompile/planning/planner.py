@@ -50,7 +50,7 @@ COARSEN_ABOVE_OPS = 1500
 OUTLINE_FROM_OPS, WORTH_OUTLINED = 300, 1.03
 #: a search of a step of so many ops that goes on from a trial finds something only by outlines that
 #: the trial left out
-OUTLINES_ONLY_FROM_OPS = 1000
+OUTLINES_ONLY_FROM_OPS = 600
 
 
 class Beaten(Exception):
