@@ -134,7 +134,7 @@ class Joint:
     #: outlines of the step, made one by one and tried first
     outlines: Iterable[OutlinedChoices] = field(default=(), compare=False)
     #: what the first outline promises, if a trial has tried it: `outlines` are the others then, and
-    #: nothing else is tried, as the trial has done so
+    #: nothing else is tried if one of them makes a plan, as the trial has tried it
     tried_us: float = field(default=0.0, compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:

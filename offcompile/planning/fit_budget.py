@@ -232,7 +232,9 @@ class _Plans:
         search, known = self.search, self.search.known
         spend = search.seconds or planning_seconds(self.problem)
         machine = search.machine_for(max(1, capacity - holes_bytes))
-        goes_on = before is not None and share == LONG_SHARE
+        begun_us = known.begun_us
+        if before is not None and share == LONG_SHARE:
+            begun_us = before.result.cost_us
         asked = Question(
             self.problem,
             machine,
@@ -242,7 +244,7 @@ class _Plans:
             min(worth_us, self.worth_us),
             search.trial or share == SHORT_SHARE,
             search.beside,
-            before.result.cost_us if before is not None and goes_on else known.begun_us,
+            begun_us,
         )
         with rarely_collected():
             made = plan_once if search.reuses else Question.answered

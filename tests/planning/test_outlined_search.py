@@ -73,7 +73,7 @@ def test_a_step_whose_outline_takes_too_long_is_not_searched(
 
 
 def test_only_joint_searches_are_outlined(told: list[StepOutline]) -> None:
-    plan_asked(replace(asked(), policy="recompute" if False else "gradient_reserve"))
+    plan_asked(replace(asked(), policy="gradient_reserve"))
     assert not told
 
 

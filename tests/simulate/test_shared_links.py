@@ -98,6 +98,15 @@ def test_the_audit_finds_a_copy_that_was_not_slowed_down() -> None:
     assert "of its work done" in found[0].detail
 
 
+def test_an_op_may_be_called_like_a_lane() -> None:
+    first = replace(PROBLEM.ops[0], id="h2d")
+    problem = replace(PROBLEM, ops=(first, PROBLEM.ops[1]))
+    plan = replace(READ_IN_PLACE, directs=(Direct("h2d", "w0"),))
+    shared = simulate(problem, machine(LINK_IN), plan)
+    assert span_of(shared, "m") == (0, 20_000)
+    assert not check_timeline(problem, machine(LINK_IN), plan, shared)
+
+
 def test_links_read_and_write_as_json_and_text() -> None:
     both = machine(LINK_IN, BOTH_WAYS)
     assert machine_from_json(machine_to_json(both)) == both

@@ -73,23 +73,24 @@ class _Shares:
 
     problem: Problem
     machine: Machine
-    _known: dict[tuple[str, str], int] = field(default_factory=dict)
+    _of_lanes: dict[tuple[str, str], int] = field(default_factory=dict)
+    _of_runs: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def of_lane(self, link: SharedLink, lane: str) -> int:
-        if (link.name, lane) not in self._known:
+        if (link.name, lane) not in self._of_lanes:
             rate = exact(self.machine.lane[lane].bytes_per_us) / exact(link.bytes_per_us)
             share = min(math.ceil(rate * WHOLE), WHOLE * WHOLE // len(link.lanes))
-            self._known[link.name, lane] = share
-        return self._known[link.name, lane]
+            self._of_lanes[link.name, lane] = share
+        return self._of_lanes[link.name, lane]
 
     def of_run(self, link: SharedLink, task: Task) -> int:
         if task.run is None or not task.duration_ns:
             return 0
-        if (link.name, task.id) not in self._known:
+        if (link.name, task.id) not in self._of_runs:
             us = link_us(self.problem, link, task.run)
             asked = math.ceil(us * 1000 * WHOLE / task.duration_ns)
-            self._known[link.name, task.id] = min(WHOLE, asked)
-        return self._known[link.name, task.id]
+            self._of_runs[link.name, task.id] = min(WHOLE, asked)
+        return self._of_runs[link.name, task.id]
 
 
 def _paces(shares: _Shares, running: list[Task], moves: list[Task]) -> dict[Task, int]:
