@@ -137,6 +137,10 @@ class Worker(Generic[Item]):
         return None
 
 
+#: stands for the end of tasks that nobody awaits
+_UNASKED = threading.Event()
+
+
 class QueuedTask:
     """Work that was queued. `error` is set, if it failed, once it is `done`."""
 
@@ -145,7 +149,8 @@ class QueuedTask:
     def __init__(self, work: Work, awaited: bool = True) -> None:
         self.work: Work | None = work
         self.awaited = awaited
-        self.done = threading.Event()
+        # an event takes longer to make than all the rest
+        self.done = threading.Event() if awaited else _UNASKED
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -187,8 +192,9 @@ class TaskQueue:
 
     def start(self) -> None:
         """Start the thread now, so that no later `add` fails for want of one."""
-        with self._changed:
-            self._worker.wake()
+        if self._worker.thread is None:
+            with self._changed:
+                self._worker.wake()
 
     def add(self, work: Work, awaited: bool = True) -> QueuedTask:
         """Queue a task. Unless it is `awaited`, its error is shown like any uncaught one."""

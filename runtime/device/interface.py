@@ -59,6 +59,8 @@ class Copy(Point, ABC):
     """
 
     error: BaseException | None = None
+    #: True once somebody who waited for it has raised its error
+    told = False
 
     @property
     @abstractmethod

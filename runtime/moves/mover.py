@@ -212,6 +212,7 @@ class Mover:
         self._stand(load.copy, load.tag, load=True)
         note("wait_load", load.tag, load.lane, began_ns, now_ns() - began_ns)
         if load.copy.error is not None:
+            load.copy.told = True  # it may have failed since the device let compute pass
             raise failure(load.copy.error, "load", load.tag, load.saved.slot)
 
     def read_in_place(self, count: int) -> None:

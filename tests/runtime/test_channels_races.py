@@ -22,8 +22,9 @@ from update_bench import KINDS, SimulatedCarrier, produce, updates_of, use, weig
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda.copies import CudaCopy
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.device.interface import Filled, Point, Slot
+from offcompile.runtime.device.interface import Copy, Filled, Point, Slot, Waited
 from offcompile.runtime.device.lanes import LaneJob
 from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.saved import Load, Saved
@@ -386,3 +387,21 @@ def test_by_threads_it_is_clean_and_a_planted_fault_is_found() -> None:
         assert train_by_threads(SimulatedDevice, seed) == ([], []), seed
         kinds, _ = train_by_threads(NoReach, seed)
         assert "write then read" in kinds, seed
+
+
+def test_a_failure_that_its_waiter_raises_is_raised_once() -> None:
+    class FailsMeanwhile(CudaDevice):
+        """A load fails after compute has passed it, and before its waiter looks."""
+
+        def wait(self, copy: Copy) -> Waited:
+            waited = super().wait(copy)
+            assert isinstance(copy, CudaCopy)
+            self._in_flight.failed(copy, RuntimeError("too late"))
+            return waited
+
+    bench = bench_of(0, device=FailsMeanwhile)
+    weight = weight_of(bench, 64, 1, on_host=True)
+    with pytest.raises(OffloadError, match=r"w \(64 bytes\) could not be loaded.*too late"):
+        bench.wait_load(bench.mover.start_fetch(weight, "w", "h2d")[1])
+    bench.device.drain()
+    bench.close()

@@ -79,7 +79,6 @@ class Capture:
             target, source = (host, device) if outward else (device, host)
             self.streams.copy(stream, target, source)
         copy.event = self.streams.record(stream)
-        copy.issued.set()
         if not isinstance(slot, ShadowSlot):
             slot.hold()
             self._slots.append(slot)

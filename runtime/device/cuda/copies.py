@@ -37,10 +37,12 @@ class CopyBlocks(Protocol):
 
 
 class Mark(Point):
-    """A point in compute, or one behind other work whose failure others report (`quiet`)."""
+    """A point in compute, on `stream`, or one behind other work whose failure others report
+    (`quiet`)."""
 
-    def __init__(self, event: Event, quiet: bool = False) -> None:
+    def __init__(self, event: Event, stream: Stream = None, quiet: bool = False) -> None:
         self.event = event
+        self.stream = stream
         self.quiet = quiet
 
 
@@ -76,6 +78,11 @@ class HostSlot(Slot):
             self.block.free()
 
 
+#: `issued` of copies that the calling thread gives to the GPU; others have one of their own
+AT_ONCE = threading.Event()
+AT_ONCE.set()
+
+
 class CudaCopy(Copy):
     """A copy; `keep` is its tensor on the device, `home` the compute stream it was issued from.
 
@@ -105,7 +112,7 @@ class CudaCopy(Copy):
         self.parts: list[Event] = []
         self.began: Event | None = None
         self.began_ns = now_ns()
-        self.issued = threading.Event()
+        self.issued = AT_ONCE
         self.job: LaneJob | None = None
         self.awaited = False
         self.over = False
@@ -137,7 +144,8 @@ class CudaCopy(Copy):
 
     def part(self, start: int, size: int) -> torch.Tensor:
         assert self.keep is not None
-        return flat_bytes(self.keep)[start : start + size]
+        flat = flat_bytes(self.keep)
+        return flat if size == flat.numel() else flat[start : start + size]
 
     def elements(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole tensor, flat, as elements of `dtype`."""

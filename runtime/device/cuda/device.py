@@ -171,7 +171,8 @@ class CudaDevice(Device):
     # -- orders ----------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        return Mark(self.streams.record(self.streams.compute()))
+        compute = self.streams.compute()
+        return Mark(self.streams.record(compute), compute)
 
     def wait(self, copy: Copy) -> Waited:
         assert isinstance(copy, CudaCopy)
@@ -224,7 +225,10 @@ class CudaDevice(Device):
         outward: bool,
     ) -> Copy:
         needs = tuple(point for point in after if isinstance(point, CudaCopy))
-        home = self.streams.compute()
+        marks = (point.stream for point in after if isinstance(point, Mark))
+        home = next((stream for stream in marks if stream is not None), None)
+        if home is None:
+            home = self.streams.compute()
         copy = CudaCopy(lane, label, slot, tensor, home, needs, on_end)
         if (capture := current(Capture)) is not None:
             capture.copy(copy, slot, after, outward)
@@ -288,6 +292,7 @@ class CudaDevice(Device):
         work = partial(self._move, copy, slot, tuple(after), outward)
         over = partial(self._job_over, copy, outward)
         needs = [need.job for need in copy.needs if need.job is not None]
+        copy.issued = threading.Event()
         try:
             # the listener's clock is the GPU's, not the host's
             label = replace(copy.label, heard=None)

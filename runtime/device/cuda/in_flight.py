@@ -70,6 +70,7 @@ class CopiesInFlight:
         """Raise, once, the error of a load that failed after compute had passed its wait."""
         if self._late:
             with self._changed:
+                self._late = [copy for copy in self._late if not copy.told]
                 copy = self._late.pop(0) if self._late else None
             if copy is not None and copy.error is not None:
                 raise failure(copy.error, "load", copy.label.tag, copy.slot)
@@ -108,7 +109,7 @@ class CopiesInFlight:
             ends.join()
 
     def warn_late(self) -> None:
-        for copy in self._late:
+        for copy in (copy for copy in self._late if not copy.told):
             error = failure(copy.error or OffloadError(), "load", copy.label.tag, copy.slot)
             warnings.warn(f"The results computed last are wrong: {error}", stacklevel=3)
         self._late.clear()
