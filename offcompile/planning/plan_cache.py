@@ -29,7 +29,7 @@ from offcompile.runtime.base.once import made_once
 from .planner import Beaten, PlanAsked, PlanResult, beside_us, certify, plan_asked
 
 #: rooms of the package whose sources decide what a search finds
-PLANNER = ("ir", "passes", "simulate", "bounds", "planning")
+PLANNER = ("ir", "passes", "simulate", "bounds", "outline", "planning")
 KIND = "plan"
 #: processor time of a search that is worth a file
 WORTH_KEEPING_SECONDS = 0.5

@@ -9,10 +9,9 @@ from async_runs import needs_the_device, run_checks
 pytestmark = needs_the_device
 #: those that every run of the tests makes
 ALWAYS = (
-    "captured gpt, beside libraries",
+    "captured conv",
     "captured weights of an mlp",
     "captured an_op_that_waits_is_refused",
-    "captured weights, a_backward_that_cannot_be_captured",
 )
 SHOWN_ALWAYS = "captures without compute's waits for copies"
 

@@ -15,16 +15,16 @@ pytestmark = needs_the_device
 
 
 def test_an_mlp_is_plain_s_to_the_bit_and_keeps_its_budget() -> None:
-    run_checks("bitwise-mlp-1", "peak", "excess")
+    run_checks("least-mlp", "peak", "excess")
 
 
-def test_graph_breaks_and_accumulation() -> None:
-    run_checks("least-mixture", "accumulation")
+def test_graph_breaks_files_and_other_streams() -> None:
+    run_checks("least-mixture", "through_files", "full_host_tier", "on_a_side_stream", "own_thread")
 
 
-def test_files_other_streams_and_verification() -> None:
-    of_the_host = "through_files", "full_host_tier", "host_without_room"
-    run_checks(*of_the_host, "verified", "on_a_side_stream", "own_thread")
+@pytest.mark.soak
+def test_a_host_without_room_and_verification() -> None:
+    run_checks("host_without_room", "verified")
 
 
 def test_plans_place_states_of_optimizers() -> None:

@@ -54,7 +54,7 @@ def start(one: Ahead, share: float) -> BudgetPlan:
 
 
 @pytest.mark.parametrize("optimizer", some([None, "adamw"], "adamw"))
-@pytest.mark.parametrize("share", [0.2, 0.6])
+@pytest.mark.parametrize("share", some([0.2, 0.6], 0.2))
 def test_plans_keep_other_budgets(optimizer: str | None, share: float) -> None:
     one = ahead(optimizer)
     begun = start(one, share)

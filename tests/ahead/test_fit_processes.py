@@ -135,14 +135,14 @@ def test_fit_answers_alike_with_processes_and_without(monkeypatch: pytest.Monkey
     monkeypatch.setattr(processes, "_started", counted)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     with torch.device("meta"):
-        model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())))
+        model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU())))
 
     def answer(forks: bool) -> object:
         found = fit(
             model,
             lambda batch: torch.zeros(batch, 64, device="meta"),
             16384,
-            memory="24MiB",
+            memory="12MiB",
             hardware="rtx4090",
             loss=torch.sum,
             options={"lowering": "aot_eager", "seconds": 0.1, "reuse_plans": False},

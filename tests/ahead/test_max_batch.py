@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captured import Perceptron
+from lengths import some
 from torch import nn
 
 import offcompile
@@ -61,7 +62,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[_BatchSearch]:
     return made
 
 
-@pytest.mark.parametrize("policy", [None, PRINTED])
+@pytest.mark.parametrize("policy", some([None, PRINTED], None))
 def test_it_finds_what_trying_every_batch_finds(
     policy: str | None, searches: list[_BatchSearch]
 ) -> None:

@@ -127,7 +127,7 @@ def test_checkpointing_of_a_language_model_saves_memory_for_less_than_its_forwar
     assert plain_us < way.step_us <= plain_us + forward_us
 
 
-@pytest.mark.parametrize("kind", some([Language, Images, Rows], Language, Rows))
+@pytest.mark.parametrize("kind", some([Language, Images, Rows], Rows))
 def test_no_plan_is_behind_a_simple_way(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

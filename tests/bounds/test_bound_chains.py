@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from offcompile.bounds.moment import chains
@@ -60,10 +61,20 @@ def test_what_runs_again_pays_for_its_operands() -> None:
     assert simple_us + 200.0 < found_us <= planned_us
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems_with_machines())
 def test_no_plan_is_faster(drawn: tuple[Problem, Machine]) -> None:
-    problem, machine = drawn
+    check_bound(*drawn)
+
+
+@pytest.mark.soak
+@settings(max_examples=1000, deadline=None)
+@given(problems_with_machines())
+def test_no_plan_of_many_is_faster(drawn: tuple[Problem, Machine]) -> None:
+    check_bound(*drawn)
+
+
+def check_bound(problem: Problem, machine: Machine) -> None:
     found = survey(problem, machine)
     if problem.steady or found.trivial:
         return

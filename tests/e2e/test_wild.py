@@ -17,7 +17,6 @@ from wild.program import Program, Run
 
 #: quick ones of several families; `make soak` runs all
 QUICK = (
-    "generative/trains_adversaries_with_two_optimizers",
     "parameters/freezes_and_unfreezes",
     "compiling/breaks_its_graph",
 )

@@ -22,7 +22,7 @@ Memory = int | str | None
 DOUBLED = {
     name: replace(BY_NAME[name], build=build).double()
     for name, build in {
-        "mlp": lambda: zoo.MLP(128, 5),
+        "mlp": lambda: zoo.MLP(128, 4),
         "conv": lambda: ConvNet(16, 2),
         "gpt": lambda: GPT(96, 64, 1, 4, 128),
     }.items()
@@ -120,8 +120,8 @@ IN_BETWEEN = ("mlp", "mixture")
 SOME = [pytest.param(s, marks=() if s.name in IN_BETWEEN else pytest.mark.soak) for s in ZOO]
 
 
-#: alike to another: one is a GPT, the other an LSTM
-ALIKE = ("tied", "lstm", "dictionary")
+#: alike to another: to a GPT, an LSTM, and a mixture
+ALIKE = ("tied", "lstm", "dictionary", "routed")
 UNLIKE = [s for s in ZOO if s.name not in ALIKE]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu_checks import CHECKS, Skipped
 
-ON_THE_CPU = ("bitwise-mlp", "retain_graph")
+ON_THE_CPU = (pytest.param("bitwise-mlp", marks=pytest.mark.soak), "retain_graph")
 
 
 @pytest.mark.gpu

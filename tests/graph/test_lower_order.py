@@ -51,6 +51,8 @@ def test_movement_runs_where_it_stands(name: str) -> None:
         assert not run.reused(moves.buffers)
 
 
+#: `test_movement_runs_where_it_stands` always runs, with edges
+@pytest.mark.soak
 def test_without_edges_inductor_has_its_own_order() -> None:
     """Why `pin_order` is needed: take it away when this fails on all supported versions."""
     hooks = Moving(pin=False)

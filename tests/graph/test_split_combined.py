@@ -118,6 +118,7 @@ def test_an_optimizer_takes_gradients_during_backward(lowering: str, tmp_path: P
     assert furthest(*pairs) < 1e-5
 
 
+@pytest.mark.soak  # one graph in pieces, beside weights and an optimizer, is tested below
 def test_several_graphs_share_a_budget_in_pieces(tmp_path: Path) -> None:
     """The chains are in one graph, the loss in another: each is split by itself."""
     model, plain = Model(breaks=True), Model()

@@ -278,6 +278,8 @@ def test_aot_eager_refuses_unasked_and_says_what_would_do() -> None:
         trained(memory=6 * MIB)
 
 
+#: `test_a_forecast_takes_the_same_way` always asks it, `test_split_chains` always runs Inductor
+@pytest.mark.soak
 def test_inductor_splits_unasked(plain: list[torch.Tensor]) -> None:
     found, report = trained(memory=6 * MIB, lowering="inductor")
     assert furthest(found, plain) < 1e-5
@@ -321,6 +323,8 @@ def test_a_forecast_takes_the_same_way() -> None:
         ahead(lowering="aot_eager")
 
 
+#: `test_max_batch_counts_on_pieces` is alike
+@pytest.mark.soak
 def test_fit_knows_larger_batches_in_pieces() -> None:
     def largest(**options: object) -> int | None:
         given = {"seconds": 0.1, **options}

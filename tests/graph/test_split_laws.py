@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -46,8 +47,8 @@ LOSSES: tuple[Loss, ...] = (
 NO_WORSE = {torch.float32: (4, 1e-6), torch.float64: (4, 1e-14), torch.bfloat16: (2, 1e-2)}
 
 
-@settings(deadline=None, max_examples=12, phases=[Phase.generate])
-@given(
+Drawn = tuple[Loss, torch.dtype, int, int, int, bool, list[int]]
+DRAWN = st.tuples(
     st.sampled_from(LOSSES),
     st.sampled_from(list(NO_WORSE)),
     st.integers(1, 4),
@@ -56,7 +57,22 @@ NO_WORSE = {torch.float32: (4, 1e-6), torch.float64: (4, 1e-14), torch.bfloat16:
     st.booleans(),
     st.lists(st.integers(0, 67), max_size=30),
 )
-def test_pieces_are_no_worse_than_the_whole(
+
+
+@settings(deadline=None, max_examples=6, phases=[Phase.generate])
+@given(DRAWN)
+def test_pieces_are_no_worse_than_the_whole(drawn: Drawn) -> None:
+    check_pieces(*drawn)
+
+
+@pytest.mark.soak
+@settings(deadline=None, max_examples=40, phases=[Phase.generate])
+@given(DRAWN)
+def test_pieces_of_many_are_no_worse_than_the_whole(drawn: Drawn) -> None:
+    check_pieces(*drawn)
+
+
+def check_pieces(
     loss: Loss,
     dtype: torch.dtype,
     batch: int,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import warm
 from split_child import TOKENS, WORDS, Model, step, tokens
@@ -45,6 +46,7 @@ def exact() -> list[torch.Tensor]:
     return [total, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.soak  # `test_budget_real` and `test_weights_budget` die and live alike
 def test_a_split_step_trains_where_the_whole_one_dies(tmp_path: Path) -> None:
     options = {"memory": BUDGET, "lowering": "aot_eager", "split": True}
     options |= {"hardware": "cpu", "seconds": 0.5}

@@ -22,7 +22,6 @@ from split_losses import (
     furthest,
     gradients,
     logits_too,
-    per_token,
 )
 from torch import fx
 
@@ -158,14 +157,9 @@ def test_logits_changed_before_backward_are_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        pytest.param(loss, marks=() if loss is per_token else pytest.mark.soak)
-        for loss in (causal_lm_with_logits, *IN_TWO_TURNS)
-    ],
-    ids=lambda f: f.__name__,
-)
+#: `test_lower_order` always runs Inductor with an order of ours, `test_split_chains` with pieces
+@pytest.mark.soak
+@pytest.mark.parametrize("loss", [causal_lm_with_logits, *IN_TWO_TURNS], ids=lambda f: f.__name__)
 def test_inductor_keeps_the_order_of_two_turns(loss: Loss) -> None:
     model = Head(loss)
     x, labels = batch()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lengths import some
 from torch import nn
 
 import offcompile
@@ -84,14 +85,12 @@ CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-#: each class with states on the host and on disk, and with each way of stepping one of them
+#: each class, each place of states, and each way of stepping
 ALWAYS = {
     ("AdamW", "host", 1, None),
     ("AdamW", "disk", MICRO, 0.05),
-    ("Adam", "host", MICRO, 0.05),
     ("Adam", "disk", 1, 0.05),
-    ("SGD", "host", 1, 0.05),
-    ("SGD", "disk", MICRO, None),
+    ("SGD", "host", MICRO, None),
 }
 
 
@@ -128,7 +127,7 @@ def test_ten_steps_with_overlap_are_torch_s(
 
 
 @pytest.mark.parametrize("policy", ["joint", "hybrid_access:variant=zero_offload"])
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("max_norm", some([None, 0.05], 0.05))
 def test_updates_that_run_into_the_next_forward(
     policy: str, max_norm: float | None, tmp_path: Path
 ) -> None:

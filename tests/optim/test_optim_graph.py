@@ -297,20 +297,22 @@ class Poisoner(Descent):
 
 
 class Attending(nn.Module):
-    """Norms, attention if asked for, and a gate: weights that fused kernels read too."""
+    """A norm and attention if asked for, and a gate: weights that fused kernels read too."""
 
     def __init__(self, attends: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attends = attends
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attends, self.out = attends, nn.Linear(WIDTH, WIDTH)
+        if attends:
+            self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.gate = nn.Parameter(torch.randn(32, WIDTH))
         self.scale = nn.Parameter(torch.randn(32, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x * self.scale)).chunk(3, -1)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v) if self.attends else q + k + v
+        mixed = x * self.scale
+        if self.attends:
+            q, k, v = self.qkv(self.norm(mixed)).chunk(3, -1)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + self.out(mixed)
         found: torch.Tensor = x * torch.sigmoid(self.gate) + self.gate
         return found
@@ -319,7 +321,7 @@ class Attending(nn.Module):
 @pytest.mark.parametrize(("lowering", "layers"), [("aot_eager", 3), ("inductor", 1)])
 def test_no_op_reads_a_weight_that_was_updated(lowering: str, layers: int) -> None:
     torch.manual_seed(0)
-    # to compile attention takes Inductor seconds
+    # to compile a norm and attention takes Inductor seconds
     attends = lowering == "aot_eager"
     model = nn.Sequential(*(Attending(attends) for _ in range(layers)))
     reference = copy.deepcopy(model)

@@ -68,7 +68,12 @@ def test_no_choice_overfills_or_takes_a_loss(pairs, capacity, quantum):
 
 
 @pytest.mark.parametrize(
-    ("correlated", "fraction"), [(False, 0.1), (False, 0.5), (True, 0.1), (True, 0.9)]
+    ("correlated", "fraction"),
+    [
+        (False, 0.5),
+        (True, 0.9),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((False, 0.1), (True, 0.1))),
+    ],
 )
 def test_both_methods_are_within_three_per_mille_at_two_hundred(correlated, fraction):
     sizes, gains = instance(random.Random(int(fraction * 10)), 200, correlated)

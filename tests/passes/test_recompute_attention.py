@@ -29,7 +29,7 @@ class Attending(nn.Module):
 def trained(dropout: float, **how: object) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(*(Attending(dropout) for _ in range(3)))
+    model = nn.Sequential(*(Attending(dropout) for _ in range(2)))
     run = torch.compile(model, **how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -118,9 +118,11 @@ def test_the_policy_finds_checkpointing_of_blocks_by_itself() -> None:
 @pytest.mark.parametrize(
     ("share", "bytes_per_us"),
     [
-        (0.3, 20.0),
         (0.5, 200.0),
-        *(pytest.param(*p, marks=pytest.mark.soak) for p in ((0.3, 2.0), (0.5, 20.0), (0.75, 2.0))),
+        *(
+            pytest.param(*p, marks=pytest.mark.soak)
+            for p in ((0.3, 20.0), (0.3, 2.0), (0.5, 20.0), (0.75, 2.0))
+        ),
     ],
 )
 def test_joint_is_never_behind_running_blocks_again(share: float, bytes_per_us: float) -> None:

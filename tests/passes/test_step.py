@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import BACKWARD, DEVICE, HOST, Infeasible, Lane, Machine, Tier
@@ -169,13 +169,30 @@ def test_what_nobody_reads_again_is_no_tensor_of_the_step() -> None:
     assert table_of(stitch(step), plan_problem(problem, machine(200)).plan).moved_bytes == 0
 
 
-@given(
+ROOMS_AND_SIZES = (
     st.lists(st.integers(0, 160), min_size=2, max_size=6),
     st.lists(st.integers(1, 60), min_size=1, max_size=3),
 )
+
+
+@settings(max_examples=30)
+@given(*ROOMS_AND_SIZES)
 def test_every_plan_of_a_step_is_legal_and_its_table_keeps_to_the_rooms(
     rooms: list[int], sizes: list[int]
 ) -> None:
+    check_plan_and_table(rooms, sizes)
+
+
+@pytest.mark.soak
+@settings(max_examples=300)
+@given(*ROOMS_AND_SIZES)
+def test_plans_of_many_steps_are_legal_and_their_tables_keep_to_the_rooms(
+    rooms: list[int], sizes: list[int]
+) -> None:
+    check_plan_and_table(rooms, sizes)
+
+
+def check_plan_and_table(rooms: list[int], sizes: list[int]) -> None:
     steps = Steps(None, rooms, sizes)  # type: ignore[arg-type]
     record = steps.heard = StepRecord(steps.clock)
     steps.step(range(len(rooms)))

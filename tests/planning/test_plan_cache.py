@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import house
 import pytest
 from chains import bytes_range, chain, link
 
@@ -164,3 +165,14 @@ def test_budgets_reuse_plans_only_if_asked(searches: list[str]) -> None:
     costs = [fitted(reuses) for reuses in (True, True, False)]
     assert len(searches) == 2
     assert costs[0] == costs[1] == costs[2]
+
+
+def test_a_change_in_any_room_that_planning_uses_makes_kept_plans_obsolete() -> None:
+    edges = house.graph(house.modules())
+    used, new = set[str](), {plan_asked.__module__}
+    while new:
+        used |= new
+        new = {name for module in new for name in edges.get(module, ())} - used
+    rooms = {module.split(".")[1] for module in used}
+    # the rest says what a machine is; the question holds the machine itself
+    assert rooms - {"machine"} <= set(plan_cache.PLANNER)

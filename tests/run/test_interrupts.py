@@ -93,7 +93,10 @@ def workers() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith("offcompile")}
 
 
-@pytest.mark.parametrize(("memory", "by_blocks"), [("minimum", False), ("2MiB", True)])
+@pytest.mark.parametrize(
+    ("memory", "by_blocks"),
+    [("minimum", False), pytest.param("2MiB", True, marks=pytest.mark.soak)],
+)
 def test_a_step_that_is_interrupted_leaves_nothing(memory: str, by_blocks: bool) -> None:
     ours, plain = seeded(gpt), seeded(gpt)
     run, wanted = compiled(ours, memory, by_blocks), compiled(plain, None, by_blocks)

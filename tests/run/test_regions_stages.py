@@ -115,7 +115,9 @@ def fresh(widths: Sequence[int]) -> nn.ModuleList:
     return nn.ModuleList(Stage(a, b) for a, b in pairwise(widths))
 
 
-@pytest.mark.parametrize(("memory", "hosting"), [(4 * MIB, 1), (2 * MIB, 2)])
+@pytest.mark.parametrize(
+    ("memory", "hosting"), [pytest.param(4 * MIB, 1, marks=pytest.mark.soak), (2 * MIB, 2)]
+)
 def test_graphs_of_different_width_leave_the_device_to_one_another(
     tmp_path: Path, seen: Seen, memory: int, hosting: int
 ) -> None:
@@ -131,7 +133,13 @@ def test_graphs_of_different_width_leave_the_device_to_one_another(
     assert seen.together and max(seen.together) <= memory
 
 
-@pytest.mark.parametrize(("share", "most"), [(0.94, 1), (0.88, 2), (0.63, 4)])
+@pytest.mark.parametrize(
+    ("share", "most"),
+    [
+        (0.63, 4),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((0.94, 1), (0.88, 2))),
+    ],
+)
 def test_no_more_weights_leave_than_need_be(
     tmp_path: Path, seen: Seen, share: float, most: int
 ) -> None:

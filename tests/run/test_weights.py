@@ -264,6 +264,8 @@ def test_a_budget_below_weights_trains(tmp_path: Path) -> None:
     assert any(is_on_host(p.grad) for p in model.parameters() if p.grad is not None)
 
 
+#: `test_direct_ops` always runs Inductor with weights and gradients on the host
+@pytest.mark.soak
 def test_inductor_trains_within_its_tolerance(tmp_path: Path) -> None:
     plain, ours = tower().double(), tower().double()
     forwards = [plain, compiled(ours, tmp_path, lowering="inductor")]

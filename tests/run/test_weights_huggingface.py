@@ -183,7 +183,7 @@ def llama() -> nn.Module:
         pytest.param(gpt2, "joint", id="gpt2"),
         pytest.param(bert, "gradient_reserve", id="bert", marks=pytest.mark.soak),
         pytest.param(t5, "joint", id="t5", marks=pytest.mark.soak),
-        pytest.param(llama, "gradient_reserve", id="llama"),
+        pytest.param(llama, "gradient_reserve", id="llama", marks=pytest.mark.soak),
     ],
 )
 def test_hugging_face_models_train_as_ever(build: Callable[[], nn.Module], policy: str) -> None:
@@ -198,8 +198,8 @@ def test_hugging_face_models_train_as_ever(build: Callable[[], nn.Module], polic
 UNCOMPILED = {"fused_lstm": ("lstm.",)}
 
 
-#: each policy, a graph that breaks, weights used twice, and running statistics
-ALWAYS = ("mlp", "fused_lstm", "mixture", "tied")
+#: each policy, a graph that breaks, and weights used twice
+ALWAYS = ("fused_lstm", "mixture", "tied")
 
 
 @pytest.mark.parametrize(

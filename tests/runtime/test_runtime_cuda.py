@@ -41,9 +41,9 @@ def disk(tmp_path: Path) -> Iterator[dict[str, Disk]]:
 # -- as it is ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", some(range(4), 0, 3))
+@pytest.mark.parametrize("part", some(range(8), 0, 3))
 def test_no_race_whatever_the_timing(part: int) -> None:
-    for seed in range(part, 2000, 4):
+    for seed in range(part, 2000, 8):
         bench = bench_of(seed, in_flight_bytes=None if seed % 3 else 150)
         if seed % 4 == 3:
             train(bench)

@@ -177,9 +177,9 @@ PROGRAMS = (
 # -- as it is ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", some(range(8), 0))
+@pytest.mark.parametrize("part", some(range(16), 0))
 def test_no_race_whatever_the_timing(part: int) -> None:
-    for seed in range(part, 2000, 8):
+    for seed in range(part, 2000, 16):
         bench = bench_of(seed, in_flight_bytes=None if seed % 3 else 600)
         learn(bench, seed)
         bench.settle()

@@ -1,6 +1,7 @@
 """Runs of a small training, killed at a given moment and resumed, each in a process of its own.
 
-Usage: optim_disk_child.py FOLDER. Prints one JSON object: what each scenario left behind.
+Usage: optim_disk_child.py FOLDER WHICH. Prints one JSON object: what each scenario left behind.
+WHICH: all scenarios, each with overlap and without, or few, each in one of the two ways.
 """
 
 from __future__ import annotations
@@ -107,23 +108,30 @@ def in_a_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(folder: Path) -> None:
-    scenarios = [
-        ("backward", 1),
-        ("backward", 4),
-        ("update", 13),
-        ("update", 51),
-        ("read", 20),
-        ("write", 11),
-        ("write", 60),
-        ("save", 3),
-        ("save", 100),
-        ("save-sync", 2),
-        ("save-name", 1),
-    ]
+SCENARIOS = [
+    ("backward", 1),
+    ("backward", 4),
+    ("update", 13),
+    ("update", 51),
+    ("read", 20),
+    ("write", 11),
+    ("write", 60),
+    ("save", 3),
+    ("save", 100),
+    ("save-sync", 2),
+    ("save-name", 1),
+]
+#: overlap → those of the few
+FEW = {
+    False: [("backward", 1), ("write", 60), ("save", 100)],
+    True: [("update", 51), ("save-name", 1)],
+}
+
+
+def main(folder: Path, which: str) -> None:
     found = {}
     for overlap in (False, True):
-        for moment, at in [("", 0), *scenarios]:
+        for moment, at in [("", 0), *(FEW[overlap] if which == "few" else SCENARIOS)]:
             name = f"{moment}-{at}-{overlap}"
             checkpoint, log = folder / f"{name}.pt", folder / f"{name}.log"
             run = partial(train, folder, checkpoint, log)
@@ -141,4 +149,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -29,7 +29,7 @@ from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory.malloc.glibc import return_freed_memory
 from offcompile.runtime.memory.malloc.heap import heap
 
-WORLD, STEPS, WORDS, LENGTH = 2, 4, 1000, 128
+WORLD, STEPS, WORDS, LENGTH = 2, 3, 1000, 128
 
 
 def anonymous_bytes() -> int:

@@ -20,7 +20,7 @@ from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtimes
 
-WIDTH, LAYERS, BATCH, LENGTH, STEPS = 192, 8, 4, 512, 8
+WIDTH, LAYERS, BATCH, LENGTH, STEPS = 192, 6, 4, 512, 8
 #: steps after which the order of graphs, and the room that holes need, count as known
 LEARNING_STEPS = 5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Protocol
 
@@ -151,6 +151,14 @@ class CudaCopy(Copy):
         """The whole tensor, flat, as elements of `dtype`."""
         assert self.keep is not None
         return flat_elements(self.keep, dtype)
+
+
+def home_of(after: Sequence[Point], streams: Streams) -> Stream:
+    """The compute stream that a copy is issued from; asking torch takes longer than a mark that
+    knows it."""
+    marks = (point.stream for point in after if isinstance(point, Mark))
+    found = next((stream for stream in marks if stream is not None), None)
+    return streams.compute() if found is None else found
 
 
 def reach(streams: Streams, point: Point) -> None:

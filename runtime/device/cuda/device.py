@@ -52,6 +52,7 @@ from .copies import (
     Mark,
     check_needs,
     first_error,
+    home_of,
     note_end,
     reach,
 )
@@ -225,11 +226,7 @@ class CudaDevice(Device):
         outward: bool,
     ) -> Copy:
         needs = tuple(point for point in after if isinstance(point, CudaCopy))
-        marks = (point.stream for point in after if isinstance(point, Mark))
-        home = next((stream for stream in marks if stream is not None), None)
-        if home is None:
-            home = self.streams.compute()
-        copy = CudaCopy(lane, label, slot, tensor, home, needs, on_end)
+        copy = CudaCopy(lane, label, slot, tensor, home_of(after, self.streams), needs, on_end)
         if (capture := current(Capture)) is not None:
             capture.copy(copy, slot, after, outward)
             return copy
