@@ -61,8 +61,14 @@ def simple_lower_bound(problem: Problem, machine: Machine) -> float:
     return compute_ns(problem, machine) / 1000
 
 
-def lower_bound(problem: Problem, machine: Machine, seconds: float = 5.0) -> Bound:
-    """The best bound that `seconds` can prove; never less than the compute part."""
+def lower_bound(
+    problem: Problem, machine: Machine, seconds: float = 5.0, first_slots: int = FIRST_SLOTS
+) -> Bound:
+    """The best bound that `seconds` can prove; never less than the compute part.
+
+    first_slots: those of the first LP with merged slots. A few need little time, and seldom prove
+    more than the bound of one moment.
+    """
     deadline = time.thread_time() + seconds
     compute = compute_ns(problem, machine)
     best = Bound(compute / 1000, "compute", {"compute": compute / 1000})
@@ -71,14 +77,14 @@ def lower_bound(problem: Problem, machine: Machine, seconds: float = 5.0) -> Bou
     found = survey(problem, machine)
     if found.trivial:
         return best
-    return _BoundSearch(found, compute, deadline).run()
+    return _BoundSearch(found, compute, deadline, first_slots).run()
 
 
 class _BoundSearch:
     """Tries the arguments from the cheapest to the most expensive, while there is time."""
 
-    def __init__(self, found: Survey, compute: int, deadline: float) -> None:
-        self.found, self.deadline = found, deadline
+    def __init__(self, found: Survey, compute: int, deadline: float, first_slots: int) -> None:
+        self.found, self.deadline, self.first_slots = found, deadline, first_slots
         self.ids = tuple(o.id for o in found.problem.ops)
         self.best_ns, self.method = compute, "compute"
         self.parts = {"compute": compute / 1000}
@@ -117,7 +123,7 @@ class _BoundSearch:
 
     def _ladder(self) -> None:
         """Solves LPs with merged slots, ever finer, while the next one surely fits the time."""
-        count = FIRST_SLOTS
+        count = self.first_slots
         while count < self.found.n_ops:
             grid = coarse(self.found, count)
             merged = merged_tensors(self.found, grid)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from trust import drawn_modules
 from trust.drawn_modules import KINDS, Op, Program
 
 
+@pytest.mark.soak  # `test_conform_modules` has torch's own modules at the minimum
 def test_drawn_modules_are_the_plain_run_at_the_minimum() -> None:
     chosen = drawn_modules.drawn(4, seed=1)
     least, middle, refused = drawn_modules.sweep(chosen, seed=1)

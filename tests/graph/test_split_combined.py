@@ -77,7 +77,8 @@ def step_twice(run: Any, model: Model, plain: Model) -> None:
 WITH_INDUCTOR = pytest.param("inductor", marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", WITH_INDUCTOR])
+@pytest.mark.soak  # with an optimizer below they live there, too
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_weights_and_gradients_live_on_the_host(lowering: str, tmp_path: Path) -> None:
     model, plain = Model(), Model()
     run = compiled(model, tmp_path, memory="minimum", lowering=lowering)

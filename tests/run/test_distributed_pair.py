@@ -9,6 +9,7 @@ from trust import ranks
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
 
+@pytest.mark.soak  # `test_a_handful_of_the_matrix` has more cases of two ranks
 def test_two_ranks_train_as_they_do_plainly() -> None:
     found = ranks.run({"DDP": ["minimum"]})
     assert len(found) == ranks.WORLD

@@ -171,6 +171,7 @@ print(outside, inside, before, held, h.resident_bytes())
     assert after - before <= 8 * MIB
 
 
+@pytest.mark.soak  # the test above sees the pages of one such block go back
 @needs_compiler
 def test_measuring_large_blocks_takes_no_more_memory_with_each_run() -> None:
     before, peak, after = in_a_process(
