@@ -16,7 +16,7 @@ from lengths import some
 from oracle_cases import case
 
 from offcompile import bounds
-from offcompile.bounds import Bound, floor_bytes, lower_bound, simple_lower_bound
+from offcompile.bounds import Bound, columns_of, floor_bytes, lower_bound, simple_lower_bound
 from offcompile.bounds.moment.cut import cut_bound
 from offcompile.bounds.program.grid import Grid, coarse, fine, full
 from offcompile.bounds.program.merge import merged_tensors
@@ -365,6 +365,33 @@ def test_deep_nets_take_merged_slots_and_keep_to_the_time(monkeypatch: pytest.Mo
     assert solved_at_s and max(solved_at_s) < 1.0
     assert bound.us > simple_lower_bound(p, machine(6000))
     assert {t for t, _ in bound.away_hints} <= set(p.tensor)
+
+
+def test_where_time_is_too_short_a_coarser_program_may_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(3)
+    p = training([rng.randint(20, 90) for _ in range(60)], [rng.randint(1, 9) for _ in range(60)])
+    slots = {count: columns_of(*_merged(p, count)) for count in (4, 16)}
+    assert slots[16] > 2 * slots[4]
+    # one of 16 slots is taken to need more than there is, one of 4 a third of it
+    monkeypatch.setattr(bounds, "COLUMNS_OF_A_SECOND", slots[4] / (100 / 3) ** 0.5)
+    solved: list[int] = []
+
+    def counted(model: BoundModel, ids: tuple[str, ...], left_s: float) -> Answer:
+        solved.append(model.program.n_columns)
+        return replace(solve_lp(model, ids, 300.0), seconds=1e6)  # no time for another
+
+    monkeypatch.setattr(bounds, "solve_lp", counted)
+    first = lower_bound(p, machine(1200, 5), seconds=100.0)
+    assert not solved and first.method == "compute"
+    coarser = lower_bound(p, machine(1200, 5), seconds=100.0, first_slots=4)
+    assert len(solved) == 1 and coarser.method == "traffic"
+
+
+def _merged(p: Problem, count: int) -> tuple[Survey, Grid]:
+    found = survey(p, machine(1200, 5))
+    return merged_tensors(found, coarse(found, count)), coarse(found, count)
 
 
 def test_hints_name_tensors_and_the_op_before_the_gap() -> None:
