@@ -35,7 +35,7 @@ POLICY_SECONDS = 2.0
 FLOOR_SHARE = 0.05
 #: gaps above it are looked into, with a search so many times as long; smaller parts go unmentioned
 WIDE, LONGER, SMALL_PART = 0.075, 4, 0.05
-#: processor time for what a bound holds, and the slots that its first program may be as coarse as
+#: processor time to prove more for those, and the slots of the first, coarse program
 BOUND_SECONDS, BOUND_SLOTS = 240.0, 4
 COLUMNS = (
     "model, batch × length",

@@ -137,20 +137,16 @@ class Worker(Generic[Item]):
         return None
 
 
-#: stands for the end of tasks that nobody awaits
-_UNASKED = threading.Event()
-
-
 class QueuedTask:
-    """Work that was queued. `error` is set, if it failed, once it is `done`."""
+    """Work that was queued. `error` is set, if it failed, once it is over."""
 
-    __slots__ = ("awaited", "done", "error", "work")
+    __slots__ = ("_over", "awaited", "error", "work")
 
     def __init__(self, work: Work, awaited: bool = True) -> None:
         self.work: Work | None = work
         self.awaited = awaited
         # an event takes longer to make than all the rest
-        self.done = threading.Event() if awaited else _UNASKED
+        self._over = threading.Event() if awaited else None
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -163,17 +159,25 @@ class QueuedTask:
                 here = threading.current_thread()
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), here)))
         # the thread may keep this task until the next comes: the task must not hold a tensor
-        self.work = None
-        self.done.set()
+        self._end()
 
     def fail(self, error: BaseException) -> None:
-        self.work = None
         self.error = self.error or error
-        self.done.set()
+        self._end()
+
+    def _end(self) -> None:
+        self.work = None
+        if self._over is not None:
+            self._over.set()
+
+    def wait(self) -> None:
+        """Return when it is over. The task must be `awaited`."""
+        assert self._over is not None, "nobody was to wait for this task"
+        self._over.wait()
 
     def result(self) -> None:
-        """Return when it is done; raises its error."""
-        self.done.wait()
+        """Return when it is over; raises its error."""
+        self.wait()
         if self.error is not None:
             raise self.error
 
@@ -249,7 +253,7 @@ def side_by_side(works: Sequence[tuple[TaskQueue, Sequence[Work]]]) -> None:
     except BaseException as raised:
         error = raised
     for task in tasks:
-        task.done.wait()
+        task.wait()
         error = error or task.error
     if error is not None:
         raise error

@@ -154,7 +154,7 @@ def write(slot: PackedSlot, flat: torch.Tensor, staging: MemoryBlock, disk: Task
             written.result()
     finally:
         for written in writing:  # after an error the disk may still be writing
-            written.done.wait()
+            written.wait()
     slot.pieces = tuple(pieces)
 
 
@@ -185,7 +185,7 @@ def read(slot: PackedSlot, flat: torch.Tensor, staging: MemoryBlock, disk: TaskQ
             begin()
     finally:
         for _, _, reading in coming:
-            reading.done.wait()
+            reading.wait()
 
 
 def _half_bytes(slot: PackedSlot, staging: MemoryBlock) -> int:

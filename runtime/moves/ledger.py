@@ -43,12 +43,11 @@ class InFlightLedger:
         """
         with self._lock:
             waited = self._must_wait(nbytes)
-            if waited:
-                watchdog.until(
-                    self._drained,
-                    lambda: not self._must_wait(nbytes),
-                    lambda: f"Room for {nbytes} of {self._limit_bytes} bytes in flight",
-                )
+            watchdog.until(
+                self._drained,
+                lambda: not self._must_wait(nbytes),
+                lambda: f"Room for {nbytes} of {self._limit_bytes} bytes in flight",
+            )
             self._moving_bytes += nbytes
             if drains:
                 self._draining_bytes += nbytes

@@ -166,7 +166,7 @@ def step(which: str, repeats: bool) -> Ahead:
     return Ahead.of(asked, lambda told: None)
 
 
-@pytest.mark.parametrize("which", some(MODELS, "one list"))
+@pytest.mark.parametrize("which", some(MODELS, "two stacks"))
 def test_the_step_is_that_of_all_layers(which: str) -> None:
     few, whole = step(which, True), step(which, False)
     assert few.layers is not None and whole.layers is None
