@@ -170,10 +170,10 @@ class QueuedTask:
         if self._over is not None:
             self._over.set()
 
-    def wait(self) -> None:
-        """Return when it is over. The task must be `awaited`."""
+    def wait(self, most_s: float | None = None) -> bool:
+        """Wait until it is over; False: it takes longer. The task must be `awaited`."""
         assert self._over is not None, "nobody was to wait for this task"
-        self._over.wait()
+        return self._over.wait(most_s)
 
     def result(self) -> None:
         """Return when it is over; raises its error."""

@@ -274,9 +274,9 @@ def test_a_disk_queue_whose_thread_dies_fails_what_it_had(monkeypatch: pytest.Mo
     monkeypatch.setattr(type(at), "run", lambda task: die() if begin.wait() else None)
     task = queue.add(lambda: None)
     begin.set()
-    assert task.done.wait(30) and "the thread queue died of Ended" in str(task.error)
+    assert task.wait(30) and "the thread queue died of Ended" in str(task.error)
     monkeypatch.undo()
-    assert queue.add(lambda: done.append("a")).done.wait(30) and done == ["a"]
+    assert queue.add(lambda: done.append("a")).wait(30) and done == ["a"]
     queue.close()
 
 

@@ -114,7 +114,7 @@ def test_the_runtime_uses_the_threads_of_a_run_only_inside_of_it() -> None:
     with run.running():
         queue = TaskQueue("one")
         task = queue.add(lambda: done.append(len(run.tasks)))
-        task.done.wait()
+        task.wait()
         queue.close()
     assert done == [2] and len(run.tasks) == 1
     assert isinstance(TaskQueue("two")._changed, threading.Condition)
