@@ -42,7 +42,7 @@ def slow_machine(mib: int) -> Machine:
 
 def without_chains(problem: Problem, machine: Machine) -> float:
     kept = chains.Chains.best
-    chains.Chains.best = lambda *_: 0.0  # type: ignore[method-assign]
+    chains.Chains.best = lambda *_: None  # type: ignore[method-assign]
     try:
         return cut_bound(survey(problem, machine), FAR_AWAY)
     finally:
@@ -61,6 +61,32 @@ def test_what_runs_again_pays_for_its_operands() -> None:
     assert simple_us + 200.0 < found_us <= planned_us
 
 
+def saved_twice(layers: int = LAYERS) -> Problem:
+    """Backward needs results that cannot be made again, and others that are made from them."""
+    tensors = [Tensor("x0", MIB, "activation", "device")]
+    ops: list[Op] = []
+    for i in range(layers):
+        tensors += [Tensor(name, MIB, "activation") for name in (f"r{i}", f"s{i}", f"x{i + 1}")]
+        ops.append(Op(f"drop{i}", "forward", 10.0, (f"x{i}",), (f"r{i}",)))
+        ops.append(Op(f"act{i}", "forward", 100.0, (f"r{i}",), (f"s{i}",), recompute=True))
+        ops.append(Op(f"next{i}", "forward", 10.0, (f"s{i}",), (f"x{i + 1}",)))
+    tensors.append(Tensor(f"g{layers}", MIB, "activation"))
+    ops.append(Op("loss", "forward", 10.0, (f"x{layers}",), (f"g{layers}",)))
+    for i in reversed(range(layers)):
+        tensors.append(Tensor(f"g{i}", MIB, "activation" if i else "gradient"))
+        reads = (f"r{i}", f"s{i}", f"g{i + 1}")
+        ops.append(Op(f"back{i}", "backward", 200.0, reads, (f"g{i}",)))
+    return Problem(tuple(tensors), tuple(ops))
+
+
+def test_what_backward_needs_anyway_costs_recomputations_nothing() -> None:
+    problem, machine = saved_twice(), slow_machine(LAYERS + 4)
+    planned_us = check_bound(problem, machine)
+    assert planned_us is not None
+    compute_us = sum(op.duration_us for op in problem.ops)
+    assert planned_us <= compute_us + LAYERS * 100.0  # nothing moves over the slow links
+
+
 @settings(max_examples=100, deadline=None)
 @given(problems_with_machines())
 def test_no_plan_is_faster(drawn: tuple[Problem, Machine]) -> None:
@@ -74,15 +100,17 @@ def test_no_plan_of_many_is_faster(drawn: tuple[Problem, Machine]) -> None:
     check_bound(*drawn)
 
 
-def check_bound(problem: Problem, machine: Machine) -> None:
+def check_bound(problem: Problem, machine: Machine) -> float | None:
+    """Compare the bound with a plan; returns its time, or None if there is none to compare."""
     found = survey(problem, machine)
     if problem.steady or found.trivial:
-        return
+        return None
     judge = judge_for(problem, machine)
     try:
         plan = make("joint:evaluations=40,seconds=30", judge).apply(problem, machine, Plan())
     except Infeasible:
-        return
+        return None
     makespan_us = judge(problem, machine, plan).makespan_us
     bound_us = cut_bound(found, FAR_AWAY) / 1e3
     assert bound_us <= makespan_us * (1 + 1e-9) + 1e-6
+    return makespan_us

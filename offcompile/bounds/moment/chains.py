@@ -9,8 +9,9 @@ choice is a minimum cut, and for any weights and price, its cost is a bound (wea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.optimize import linprog
@@ -39,19 +40,38 @@ class ChainChoice:
     time of lanes before and after the moment, and the bytes for which it has no room."""
 
     value: float
+    weights: list[Floats]
     price: float
     busy: list[Floats]
     missing: float
 
 
 @dataclass(frozen=True, eq=False)
-class ChainWay:
-    """A way to have a tensor: on the device (lanes None), or moved out before and back after."""
+class _Reruns:
+    """The network of what runs again: its cut separates tensors that are had in another way from
+    ops that run for them. The capacities of its edges are set for each price.
 
-    cost: float
-    lanes: tuple[int, int] | None
-    out: Serving
-    back: Serving
+    Tensors are numbers: rows of the moment first, then those that only recomputations read.
+    """
+
+    network: Network
+    #: edges whose capacity is the cost of having a tensor, and of running an op
+    edges: Mapping[int, int]
+    ops: Mapping[int, int]
+    #: for each tensor with an edge, the only op that makes it again; None: there is none
+    maker: Mapping[int, int | None]
+
+    def cut(self, having: Sequence[int], running: Mapping[int, int]) -> tuple[list[int], list[int]]:
+        """The tensors that are had, and the ops that run again, at least cost."""
+        for i, edge in self.edges.items():
+            self.network.change(edge, having[i])
+        for op, edge in self.ops.items():
+            self.network.change(edge, running[op])
+        side = self.network.source_side()
+        again = [op for op in self.ops if ("again", op) in side]
+        run = {*again}
+        had = [i for i, op in self.maker.items() if ("t", i) in side and op not in run]
+        return had, again
 
 
 class Chains:
@@ -67,27 +87,76 @@ class Chains:
         crossing: Callable[[str], tuple[Serving, Serving]],
         cut: Cut,
     ) -> None:
-        self.survey, self.lasting, self.crossing, self.cut = survey, lasting, crossing, cut
-        self.row = {t: i for i, t in enumerate(cut.tensors)}
+        self.survey, self.cut = survey, cut
+        self._updated = set(cut.sides.row[cut.sides.inside].tolist())
+        again = np.isfinite(cut.again)
+        #: rows of tensors that may be recomputed, and of those that are carried or kept
+        self.chained = [i for i in np.flatnonzero(again).tolist() if i not in self._updated]
+        self.plain = [i for i in np.flatnonzero(~again).tolist() if i not in self._updated]
+        self.names = list(cut.tensors)
+        # what has to be had anyway costs recomputations nothing
+        had = lasting | {cut.tensors[i] for i in self.plain}
+        self.reruns = self._reruns(had)
+        others = [self._had_for_reruns(t, *crossing(t)) for t in self.names[len(cut.tensors) :]]
+        size = survey.problem.tensor
+        self.nbytes = np.array([size[t].nbytes for t in self.names], dtype=float)
+        self.out = cut.out.and_rows([out for out, _ in others])
+        self.back = cut.back.and_rows([back for _, back in others])
 
-    def best(self, weights: list[Floats], deadline: float) -> float:
-        """The best bound found, starting from these weights, in nanoseconds; 0: none.
+    def _reruns(self, had: frozenset[str]) -> _Reruns:
+        network, ops = Network(), self.survey.problem.ops
+        number = {t: i for i, t in enumerate(self.names)}
+        found = _Reruns(network, edges := {}, running := {}, maker := {})
+        waiting = list(self.chained)
+        for i in self.chained:
+            network.from_source(("t", i), UNCUTTABLE)
+        while waiting:
+            i = waiting.pop()
+            makers = self.survey.rewriters.get(self.names[i], ())
+            # several makers: runs may be shared in ways not modelled here, so it costs nothing
+            if i in maker or len(makers) > 1:
+                continue
+            maker[i] = op = makers[0] if makers else None
+            if op is None:
+                edges[i] = network.to_sink(("t", i), 0)
+                continue
+            edges[i] = network.edge(("t", i), ("again", op), 0)
+            if op in running:
+                continue
+            running[op] = network.to_sink(("again", op), 0)
+            for t in ops[op].reads:
+                if t not in had:
+                    if t not in number:
+                        number[t] = len(self.names)
+                        self.names.append(t)
+                    network.edge(("again", op), ("t", number[t]), UNCUTTABLE)
+                    waiting.append(number[t])
+        return found
+
+    def _had_for_reruns(self, t: str, out: Serving, back: Serving) -> tuple[Serving, Serving]:
+        """Ways to have a tensor that only recomputations read: in place too, if that is allowed."""
+        if t not in self.survey.problem.in_place_ids:
+            return out, back
+        times = back.times.copy()
+        times[IN_PLACE] = 0.0
+        return out, Serving(times, back.beside)
+
+    def best(self, weights: list[Floats], deadline: float) -> ChainChoice | None:
+        """The choice of the best bound found, starting from these weights; None: there is none.
 
         Each choice that was cheapest somewhere limits, for all weights and prices, the bound that
         they can prove. The search continues with those of the highest limit.
         """
-        cut = self.cut
-        chained = [i for i in range(len(cut.tensors)) if np.isfinite(cut.again[i])]
-        impossible = len(cut.first) and not np.isfinite(cut.first.times).any(axis=1).all()
-        if cut.excess <= 0 or not chained or impossible:
-            return 0.0
+        cut, chained = self.cut, self._chained
+        if not chained:
+            return None
         sizes = cut.nbytes[chained]
         # a typical price: the cost of recomputing a byte, without operands
         price = float(np.median(cut.again[chained] / np.maximum(sizes, 1.0)))
         weights = [np.maximum(w, LEAST) / np.maximum(w, LEAST).sum() for w in weights]
         best = self._climb(weights, price, deadline)
         if best.price >= price * HOPELESS:  # not even everything away is enough
-            return 0.0
+            return None
         known = [best]
         dearest = best.price * MOST_RISE
         while len(known) < MOST_CHOICES and time.thread_time() < deadline:
@@ -96,7 +165,18 @@ class Chains:
                 break
             known.append(self._value(weights, price))
             best = max(best, known[-1], key=lambda c: c.value)
-        return best.value
+        return best
+
+    def value(self, like: ChainChoice) -> float:
+        """The bound here with the weights and the price of another moment's choice."""
+        return self._value(like.weights, like.price).value if self._chained else 0.0
+
+    @cached_property
+    def _chained(self) -> list[int]:
+        """The tensors that may be recomputed; none if there is nothing to choose."""
+        cut = self.cut
+        impossible = len(cut.first) and not np.isfinite(cut.first.times).any(axis=1).all()
+        return [] if cut.excess <= 0 or impossible else self.chained
 
     def _climb(self, weights: list[Floats], price: float, deadline: float) -> ChainChoice:
         """Climbs to the price of a byte that proves most with these weights: the only maximum."""
@@ -120,100 +200,36 @@ class Chains:
             busy[0] += cut.first.busy(picked, np.ones(len(picked)))
         value = price * (cut.excess - float(cut.nbytes.sum()))
         sides, inside = cut.sides.priced(before, after), cut.sides.inside
-        room = price * cut.nbytes[cut.sides.row[inside]]
+        held = price * cut.nbytes[cut.sides.row[inside]]
         gone = np.ones(len(inside))
-        gone[inside] = sides.away[inside] <= sides.there[inside] + room
+        gone[inside] = sides.away[inside] <= sides.there[inside] + held
         busy = [b + x for b, x in zip(busy, sides.busy(gone), strict=True)]
         value += float(np.where(gone == 1, sides.away, sides.there).sum())
-        value += float(((1 - gone[inside]) * room).sum())
+        value += float(((1 - gone[inside]) * held).sum())
         kept = float(((1 - gone[inside]) * cut.nbytes[cut.sides.row[inside]]).sum())
-        ways_of = {t: self._having(t, weights, price) for t in cut.tensors}
-        network, ops = Network(), self.survey.problem.ops
-        seen: set[str] = set()
-        waiting = []
-        updated = set(cut.sides.row[inside].tolist())
-        for i, t in enumerate(cut.tensors):
-            if i in updated:
-                continue  # included in the cost of its update
-            if np.isfinite(cut.again[i]):
-                network.from_source(("t", t), UNCUTTABLE)
-                waiting.append(t)
-            else:
-                value += ways_of[t].cost
-                kept += self._carry(t, ways_of[t], busy)
-        again: set[int] = set()
-        while waiting:
-            t = waiting.pop()
-            if t in seen:
-                continue
-            seen.add(t)
-            if t not in ways_of:
-                ways_of[t] = self._having(t, weights, price)
-            cost = int(min(ways_of[t].cost, DEAR_NS))
-            makers = self.survey.rewriters.get(t, ())
-            if len(makers) > 1:
-                continue  # runs may be shared in ways not modelled here, so it costs nothing
-            if not makers:
-                network.to_sink(("t", t), cost)
-                continue
-            (op,) = makers
-            network.edge(("t", t), ("again", op), cost)
-            if op in again:
-                continue
-            again.add(op)
-            network.to_sink(("again", op), int(after[0] * self.survey.again_ns[op]))
-            for u in ops[op].reads:
-                if u not in self.lasting:
-                    network.edge(("again", op), ("t", u), UNCUTTABLE)
-                    waiting.append(u)
-        side = network.source_side()
-        for op in again:
-            if ("again", op) in side:
-                value += int(after[0] * self.survey.again_ns[op])
-                busy[1][0] += self.survey.again_ns[op]
-        for t in seen:
-            makers = self.survey.rewriters.get(t, ())
-            if ("t", t) not in side or len(makers) > 1:
-                continue
-            if not makers or ("again", makers[0]) not in side:
-                value += int(min(ways_of[t].cost, DEAR_NS))
-                kept += self._carry(t, ways_of[t], busy)
+        outs, backs = self.out.prices(before), self.back.prices(after)
+        by_out, by_back = outs.argmin(axis=1), backs.argmin(axis=1)
+        rows = np.arange(len(self.names))
+        moved, room = outs[rows, by_out] + backs[rows, by_back], price * self.nbytes
+        cost = np.minimum(moved, room)
+        running = {i: int(after[0] * self.survey.again_ns[i]) for i in self.reruns.ops}
+        having = np.minimum(cost, DEAR_NS).astype(np.int64).tolist()
+        had, again = self.reruns.cut(having, running)
+        value += float(cost[self.plain].sum())
+        value += sum(having[i] for i in had) + sum(running[op] for op in again)
+        busy[1][IN_PLACE] += sum(self.survey.again_ns[op] for op in again)
+        needed = np.zeros(len(self.names))
+        needed[self.plain] = needed[had] = 1.0
+        carried = needed * (moved < room)
+        busy[0] += self.out.busy(by_out, carried)
+        busy[1] += self.back.busy(by_back, carried)
+        kept += float((needed - carried) @ self.nbytes)
         value += _whatever_is_away(cut, before, after)
         ending = cut.ending.busy(after)
         value += float(ending @ after)
         busy[1] += ending
         missing = cut.excess - float(cut.nbytes.sum()) + kept
-        return ChainChoice(value, price, busy, missing)
-
-    def _having(self, t: str, weights: list[Floats], price: float) -> ChainWay:
-        """The cheapest way to have the tensor after the moment without recomputing it."""
-        before, after = weights
-        row = self.row.get(t)
-        nbytes = self.survey.problem.tensor[t].nbytes
-        if row is not None:
-            out, back = self.cut.out.of(row), self.cut.back.of(row)
-        else:
-            out, back = self.crossing(t)
-            # a recomputation may read it in place, if that is allowed
-            if t in self.survey.problem.in_place_ids:
-                times = back.times.copy()
-                times[IN_PLACE] = 0.0
-                back = Serving(times, back.beside)
-        outs, backs = out.prices(before), back.prices(after)
-        i, j = int(np.argmin(outs)), int(np.argmin(backs))
-        moved = float(outs[i] + backs[j])
-        if moved < price * nbytes:
-            return ChainWay(moved, (i, j), out, back)
-        return ChainWay(price * nbytes, None, out, back)
-
-    def _carry(self, t: str, way: ChainWay, busy: list[Floats]) -> int:
-        """Adds the cost of having the tensor: busy lanes, or bytes on the device, returned."""
-        if way.lanes is None:
-            return self.survey.problem.tensor[t].nbytes
-        out, back = way.lanes
-        busy[0] += way.out.one_busy(out)
-        busy[1] += way.back.one_busy(back)
-        return 0
+        return ChainChoice(value, weights, price, busy, missing)
 
 
 def _most_promising(known: list[ChainChoice], dearest: float) -> tuple[list[Floats], float, float]:

@@ -40,6 +40,8 @@ from .weights import best_weights
 #: moments to try: the most crowded op of that many stretches, the ends of phases, and the
 #: gradients with which that many equal parts of the host's updates begin
 STRETCHES, PARTS = 6, 8
+#: number of moments whose best weights are found; the others are judged by the weights of these
+WEIGHED = 5
 #: number of moments for which chains of recomputations are examined
 CHAINED = 3
 
@@ -50,22 +52,62 @@ def cut_bound(survey: Survey, deadline: float) -> float:
     if survey.capacity is None:
         return 0.0
     account = _Account(survey)
-    found: list[tuple[float, int, Cut, list[Floats]]] = []
+    moments = _weighed(account, survey.capacity, deadline)
+    best, choice = max((m.value for m in moments), default=0.0), None
+    for moment in moments[:CHAINED]:
+        lasting = account.lasting(moment.op)
+        chains = Chains(survey, lasting, account.crossing, moment.cut)
+        # the weights and price of one moment are nearly the best of the others as well
+        if choice is not None and chains.value(choice) <= best:
+            continue
+        found = chains.best(moment.weights, deadline)
+        if found is not None:
+            choice = choice or found
+            best = max(best, found.value)
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class _Moment:
+    """A moment, and the weights of the lanes that prove most there: the bound that they prove."""
+
+    op: int
+    cut: Cut
+    weights: list[Floats]
+    value: float
+
+
+def _weighed(account: _Account, capacity: int, deadline: float) -> list[_Moment]:
+    """The moments that prove most, the best first.
+
+    Any weights prove a bound at any moment, so those known tell where others are worth finding.
+    """
+    found: list[_Moment] = []
+    releases = set(account.updates.releases(1))
+    left: dict[int, Cut] = {}
     for op in account.moments():
         if found and time.thread_time() > deadline:
             break
-        cut = account.at(op, survey.capacity)
-        weights = best_weights(cut)
-        if weights is None:
-            continue
-        value, _ = _bound(cut, *weights)
-        found.append((value or 0.0, op, cut, list(weights)))
-    found.sort(key=lambda f: -f[0])
-    best = max((f[0] for f in found), default=0.0)
-    for _, op, cut, start in found[:CHAINED]:
-        chains = Chains(survey, account.lasting(op), account.crossing, cut)
-        best = max(best, chains.best(start, deadline))
-    return best
+        left[op] = account.at(op, capacity)
+        if not found or op in releases:
+            found += _best_at(op, left.pop(op))
+    promised = dict.fromkeys(left, 0.0)
+    judged = 0
+    while found and left and len(found) < WEIGHED and time.thread_time() < deadline:
+        for moment, op in itertools.product(found[judged:], left):
+            promised[op] = max(promised[op], _bound(left[op], *moment.weights)[0] or 0.0)
+        judged = len(found)
+        op = max(left, key=promised.__getitem__)
+        found += _best_at(op, left.pop(op))
+    return sorted(found, key=lambda m: -m.value)
+
+
+def _best_at(op: int, cut: Cut) -> list[_Moment]:
+    """The moment with its best weights; none if the program has no solution."""
+    weights = best_weights(cut)
+    if weights is None:
+        return []
+    return [_Moment(op, cut, list(weights), _bound(cut, *weights)[0] or 0.0)]
 
 
 # --- the account of one moment ---------------------------------------------------------------

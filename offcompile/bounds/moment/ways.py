@@ -33,6 +33,12 @@ class Serving:
         times, beside = [w.times for w in rows], [w.beside for w in rows]
         return cls(np.array(times).reshape(shape), np.array(beside).reshape(shape))
 
+    def and_rows(self, more: Sequence[Serving]) -> Serving:
+        """The same with more rows, each of one tensor."""
+        added = Serving.stack(more, self.times.shape[1])
+        times = np.concatenate((self.times, added.times))
+        return Serving(times, np.concatenate((self.beside, added.beside)))
+
     def __len__(self) -> int:
         return len(self.times)
 
