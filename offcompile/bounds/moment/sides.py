@@ -124,7 +124,7 @@ class Sides:
         maker, t = gradient
         if t in self.survey.rewriters:
             return  # a recomputation may write it where the host can read it
-        ways = self.crossings.ns_out(t)
+        ways = dict(self.crossings.ns_out(t))
         if (maker, t) in self.survey.direct_ns:
             ways[0] = max(0.0, float(self.survey.direct_ns[maker, t]))
         # it crosses once for all updates on the host that wait for it
@@ -143,7 +143,7 @@ class Sides:
                 later = {self.width + j: ns for j, ns in out.items()}
                 self.device.add(i, later if u > self.k else out | later)
         for t in states:
-            ways = {} if s.problem.tensor[t].pinned else self.crossings.ns_into(t)
+            ways = {} if s.problem.tensor[t].pinned else dict(self.crossings.ns_into(t))
             if (u, t) in s.direct_ns:
                 ways[0] = max(0.0, float(s.direct_ns[u, t]))
             late = {self.width + j: ns for j, ns in ways.items()}
