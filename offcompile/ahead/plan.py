@@ -25,7 +25,7 @@ from offcompile.planning.planner import NO_RIVAL, Rival, bounded_longer
 from offcompile.planning.splitting import SplitPart, StepEstimate
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
-from offcompile.run.plan.candidates import Candidate, plan_in_order
+from offcompile.run.plan.candidates import Candidate, plan_in_order, searched_on
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.plan_graph import report_of
 from offcompile.run.plan.planner import GraphPlanner
@@ -292,6 +292,7 @@ class Ahead:
             lambda: self.most_pieces,
             lambda: 0 if splits is None else splits.largest_bytes,
             lambda made: made.choice,
+            lambda made: ahead(made.pieces).searched_on(made, memory, tell, seconds),
             explains,
         ).best()
         choice = found.choice
@@ -339,11 +340,18 @@ class Ahead:
     ) -> Candidate:
         """Plan the model without splitting further. Raises `Infeasible`, and `Beaten` if no plan
         can beat the rival."""
+        planner = self.planner(self._options(memory, seconds), tell, explains, rival)
+        return plan_in_order(planner, self.graphs)
+
+    def searched_on(
+        self, made: Candidate, memory: Any, tell: Tell, seconds: float | None
+    ) -> Candidate:
+        """Search on from a plan of the model without splitting further, if a trial found it."""
+        return searched_on(self.planner(self._options(memory, seconds), tell), made)
+
+    def _options(self, memory: Any, seconds: float | None) -> Options:
         options = self.survey.options
-        options = replace(
-            options, memory=memory, seconds=seconds or options.seconds or self.seconds
-        )
-        return plan_in_order(self.planner(options, tell, explains, rival), self.graphs)
+        return replace(options, memory=memory, seconds=seconds or options.seconds or self.seconds)
 
     def planner(
         self, options: Options, tell: Tell, explains: bool = True, rival: Rival = NO_RIVAL

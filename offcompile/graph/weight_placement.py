@@ -14,10 +14,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
-from offcompile.ir import DEVICE, HOST, Infeasible, Problem
+from offcompile.ir import HOST, Infeasible, Problem
 from offcompile.outline import StepOutline, outline
-from offcompile.passes.select.pinned_weights import best_share, spread, weights_in_use_order
+from offcompile.passes.select.pinned_weights import (
+    best_share,
+    spread,
+    weigh_little,
+    weights_in_use_order,
+)
 from offcompile.planning.fit_budget import Decided
+from offcompile.planning.floors import room_above
 from offcompile.planning.planner import NO_RIVAL, OUTLINE_FROM_OPS, Beaten, Rival
 from offcompile.planning.splitting import Splitting
 
@@ -47,9 +53,6 @@ SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2)
 FAR_FROM_OUTLINE, FAR_IF_NONE_STAYS = 1.12, 1.05
 #: places of weights are not compared if updates over the link take this many times the gain
 DEAR = 2
-#: weights and gradients below this share of the device's bytes gain less than `WORTH_LEAVING`: near
-#: the floor, a step gets about as much faster as its device gets larger
-LITTLE = 0.01
 #: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
@@ -80,6 +83,11 @@ class Choice:
     stays: frozenset[str] | None = None
     #: how the graph was split into pieces; None if it was not
     splitting: Splitting | None = None
+
+    @property
+    def is_trial(self) -> bool:
+        """True if a trial found the plan of a large step, so that a search may go on from it."""
+        return self.decided.trial and _is_outlined(self.annotated.problem)
 
 
 def choose(
@@ -119,7 +127,9 @@ def choose(
         alike = _placed_alike(rival, on_host, decide)
         if alike is not None:
             return alike
-    free_little = stay is not None and not must_leave and _weigh_little(at_home.problem, stay)
+    free_little = (
+        stay is not None and not must_leave and weigh_little(at_home.problem, stay.machine)
+    )
     all_there = None if free_little else on_host(frozenset())
     leave: Choice | None = None
     if all_there is not None:
@@ -135,12 +145,13 @@ def choose(
             assert refused is not None
             raise refused
         found = Choice(at_home, stay)
-        return _searched_on(found, decide, rival) if outlined else found
+        return searched_on(found, decide, rival) if outlined else found
     if may_split and not _bound_by_ops(leave):
         plans = [d for d in (stay, leave.decided) if d is not None]
         least_us = min(rival.cost_us, *(d.cost_us for d in plans))
         if not _dear_to_update(leave, stay):
-            all_moved, room_bytes = leave, _room_bytes(leave, floor_of)
+            all_moved, moved = leave, leave.annotated.problem
+            room_bytes = room_above(floor_of(moved), leave.decided.machine, moved)
             leave = _with_some_here(
                 leave, _Contest(least_us, rival, until), on_host, decide, room_bytes, shortly
             )
@@ -156,17 +167,19 @@ def choose(
     takes_leave = stay is None or must_leave or _faster(leave.decided, stay)
     best = leave if takes_leave or stay is None else Choice(at_home, stay)
     if outlined and (shortly or best.stays != frozenset()):
-        best = _searched_on(best, decide, rival)
+        best = searched_on(best, decide, rival)
     if best.decided.cost_us >= rival.cost_us:
         raise Beaten
     return best
 
 
-def _searched_on(trial: Choice, decide: Decide, rival: Rival) -> Choice:
+def searched_on(trial: Choice, decide: Decide, rival: Rival = NO_RIVAL) -> Choice:
     """The trial's place, searched for the usual time if a plan may still gain by that."""
-    made = trial.decided
-    near = NEAR_TWIN if _is_outlined(trial.annotated.problem) else NEAR_RIVAL
+    made, outlined = trial.decided, _is_outlined(trial.annotated.problem)
+    near = NEAR_TWIN if outlined else NEAR_RIVAL
     if made.fits or made.result.gap < CLOSE_ENOUGH or made.cost_us > rival.cost_us * near:
+        return trial
+    if outlined and rival.by_trials:
         return trial
     return replace(trial, decided=_longer_or(made, trial.annotated, decide))
 
@@ -192,7 +205,8 @@ def _placed_alike(
         made = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=rival_us, trial=True)
         if made.cost_us > rival_us * NEAR_TWIN:
             raise Beaten
-        longer = not _is_outlined(annotated.problem) or made.result.gap > NEAR_BOUND
+        far = made.result.gap > NEAR_BOUND and not rival.by_trials
+        longer = far or not _is_outlined(annotated.problem)
         best = _longer_or(made, annotated, decide) if longer else made
         if best.cost_us >= rival.cost_us:
             raise Beaten
@@ -318,7 +332,7 @@ def _with_some_here(
     if _is_outlined(best.annotated.problem) or (best is leave and not was_trial):
         return best
     # whatever the time: this search starts from the trials' choices, and gains more than they did
-    return _searched_on(best, decide, contest.rival)
+    return searched_on(best, decide, contest.rival)
 
 
 def _by_trials(
@@ -351,14 +365,6 @@ def _outlined(leave: Choice) -> StepOutline | None:
     return outline(problem, decided.machine, True, decided.updates_us / max(1, moved))
 
 
-def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:
-    """The device memory left at the op that needs most of it."""
-    capacity, problem = leave.decided.machine.tier[DEVICE].capacity_bytes, leave.annotated.problem
-    if capacity is None:
-        return sum(t.nbytes for t in problem.tensors)
-    return max(0, capacity - floor_of(problem))
-
-
 def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
     """The weights on the host that the device updates; it is better to leave there all weights that
     the host updates."""
@@ -370,13 +376,6 @@ def _hides(decided: Decided, problem: Problem) -> bool:
     """True if moves add next to nothing to the step."""
     compute_us = sum(op.duration_us for op in problem.ops)
     return decided.cost_us <= compute_us * (1 + WORTH_LEAVING)
-
-
-def _weigh_little(problem: Problem, made: Decided) -> bool:
-    """True if weights and gradients take next to nothing of the device, wherever they are."""
-    capacity = made.machine.tier[DEVICE].capacity_bytes
-    nbytes = sum(t.nbytes for t in problem.tensors if t.kind in ("weight", "gradient"))
-    return capacity is not None and nbytes <= capacity * LITTLE
 
 
 def _bound_by_ops(choice: Choice) -> bool:

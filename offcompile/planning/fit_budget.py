@@ -58,6 +58,8 @@ class Decided:
     touching_us: float = 0.0
     #: time that the user's optimizer takes after the graphs for weights that are on the host
     updates_us: float = 0.0
+    #: True if a trial found the plan: a search may go on from it
+    trial: bool = False
 
     @property
     def cost_us(self) -> float:
@@ -173,7 +175,10 @@ def fit_budget(
             ) from None
     machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)
-    return Decided(result, machine, order, False, found.holes_bytes, touching_us=found.touching_us)
+    holes_bytes, touching_us = found.holes_bytes, found.touching_us
+    return Decided(
+        result, machine, order, False, holes_bytes, touching_us=touching_us, trial=search.trial
+    )
 
 
 def fits_as_it_is(problem: Problem, machine_for: Callable[[int], Machine], room_bytes: int) -> bool:

@@ -30,6 +30,15 @@ def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
     return max(floor_per_op(problem, machine_for)[1], default=0)
 
 
+def room_above(floor_bytes: int, machine: Machine, problem: Problem) -> int:
+    """The device memory left at the op that needs most of it; without a limit, all that there is
+    a use for."""
+    capacity = machine.tier[DEVICE].capacity_bytes
+    if capacity is None:
+        return sum(t.nbytes for t in problem.tensors)
+    return max(0, capacity - floor_bytes)
+
+
 def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> dict[str, int]:
     """The device bytes at each run if everything evictable is off the device."""
     variant, floors = floor_per_op(problem, machine_for)

@@ -70,6 +70,8 @@ class Rival:
     #: its plan, and the weights that this keeps on the device while others are on the host
     plan: Plan | None = None
     stays: frozenset[str] | None = None
+    #: True if the caller compares trials, and searches on from the best
+    by_trials: bool = False
 
     @property
     def limits_bounds(self) -> bool:

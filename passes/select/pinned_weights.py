@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from offcompile.ir import HOST, Problem
+from offcompile.ir import DEVICE, HOST, Machine, Problem
 
 #: shares tried besides none and all, and the resolution of the search around the best
 FIRST_SHARES = (Fraction(1), Fraction(1, 2))
 LEAST_STEP = Fraction(1, 8)
 #: resolution of the share that stays where the host has no room for all
 CROWDED_STEP = Fraction(1, 32)
+#: weights and gradients below this share of the device's bytes gain next to nothing if they leave:
+#: near the floor, a step gets about as much faster as its device gets larger
+LITTLE = 0.01
 
 
 def spread(sizes: Sequence[tuple[str, int]], share: Fraction) -> frozenset[str]:
@@ -107,3 +110,10 @@ def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
     hosted = {t.id: t.nbytes for t in problem.tensors if t.kind == "weight" and t.home == HOST}
     order = dict.fromkeys(t for op in problem.ops for t in op.reads if t in hosted)
     return [(t, hosted[t]) for t in order]
+
+
+def weigh_little(problem: Problem, machine: Machine) -> bool:
+    """True if weights and gradients take next to nothing of the device, wherever they are."""
+    capacity = machine.tier[DEVICE].capacity_bytes
+    nbytes = sum(t.nbytes for t in problem.tensors if t.kind in ("weight", "gradient"))
+    return capacity is not None and nbytes <= capacity * LITTLE

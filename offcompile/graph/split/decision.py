@@ -35,6 +35,9 @@ NEARLY_FREE = 1.03
 #: lower the bound to this share
 CLOSE, NEAR, LOWER_BOUND = 0.05, 0.1, 0.98
 
+#: plans of any cost are of use, and the best of them is searched on from
+TRIALS = Rival(by_trials=True)
+
 T = TypeVar("T")
 
 
@@ -58,6 +61,8 @@ class Ways(Generic[T]):
     #: bytes of the largest tensor that a split removes
     largest_bytes: Callable[[], int]
     choice: Callable[[T], Choice]
+    #: searches on from a plan that a trial found
+    searched_on: Callable[[T], T]
     #: False if a refusal is for nobody to read
     explains: bool = True
 
@@ -73,6 +78,12 @@ class Ways(Generic[T]):
                 return self.whole(True, NO_RIVAL), None
             except Infeasible as error:
                 raise self._with_advice(error) from None
+        found, number = self._best_by_trials()
+        splitting = None if number is None else self.splitting(number)
+        return self.searched_on(found), splitting
+
+    def _best_by_trials(self) -> tuple[T, int | None]:
+        """The best plan, and the number of its pieces; large steps are compared by trials."""
         try:
             whole = self.whole(False, self._nearly_free)
         except Infeasible:
@@ -82,7 +93,7 @@ class Ways(Generic[T]):
         if self._may_gain(self.choice(whole)):
             found = self._best_in_pieces(self.choice(whole))
             if found is not None:
-                return found[0], self.splitting(found[1])
+                return found
         return whole, None
 
     def splitting(self, pieces: int) -> Splitting:
@@ -92,37 +103,36 @@ class Ways(Generic[T]):
     def _nearly_free(self) -> Rival:
         """Only a nearly free plan of the whole graph is worth a search before one in pieces."""
         if self.budget is None or not self._counts or not self._may_relieve:
-            return NO_RIVAL
-        return Rival(of_ops=NEARLY_FREE)
+            return TRIALS
+        return replace(TRIALS, of_ops=NEARLY_FREE)
 
-    def _pieces_first(self) -> tuple[T, Splitting | None]:
+    def _pieces_first(self) -> tuple[T, int | None]:
         """The best plan, where the whole graph has none that is nearly free: the whole is only
         searched as long as it may beat the pieces."""
         found = self._best_in_pieces(None)
         if found is None:
             try:
-                return self.whole(False, NO_RIVAL), None
+                return self.whole(False, TRIALS), None
             except Infeasible:
                 return self._refused()
         best = self.choice(found[0])
         rival = _rival_of(best, best.decided.cost_us / (1 - NO_LOSS))
         with contextlib.suppress(Infeasible, Beaten):
             return self.whole(False, rival), None
-        return found[0], self.splitting(found[1])
+        return found
 
-    def _only_in_pieces(self) -> tuple[T, Splitting | None]:
+    def _only_in_pieces(self) -> tuple[T, int | None]:
         """The best plan in pieces, where the graph as a whole has none."""
-        found = self._best_in_pieces(None)
-        return self._refused() if found is None else (found[0], self.splitting(found[1]))
+        return self._best_in_pieces(None) or self._refused()
 
-    def _refused(self) -> tuple[T, Splitting | None]:
+    def _refused(self) -> tuple[T, int | None]:
         """Raises the refusal, where neither the whole graph nor any number of pieces tried has a
         plan; returns a plan if explaining the refusal finds one after all."""
         if not self._counts:
             return self.whole(True, NO_RIVAL), None
         pieces = self._least
         try:
-            return self.in_pieces(pieces, True, NO_RIVAL), self.splitting(pieces)
+            return self.in_pieces(pieces, True, NO_RIVAL), pieces
         except Infeasible as error:
             reason = error.reason[:1].lower() + error.reason[1:]
             reason = f"Even with {self._subject(pieces)} in {pieces} pieces, {reason}"
@@ -199,7 +209,7 @@ class Ways(Generic[T]):
         bound, more room gains little unless it lowers that bound."""
         known = [made for made in (whole, fewer) if made is not None]
         if not known or self.budget is None:  # the lowest peak is sought, not the fastest step
-            return NO_RIVAL
+            return TRIALS
         best = min(known, key=lambda made: made.decided.cost_us)
         rival = _rival_of(best, best.decided.cost_us * (1 - NO_LOSS))
         if fewer is None or fewer.decided.result.gap > NEAR:
@@ -242,4 +252,5 @@ class Ways(Generic[T]):
 
 
 def _rival_of(choice: Choice, cost_us: float) -> Rival:
-    return Rival(cost_us, plan=choice.decided.result.plan, stays=choice.stays)
+    plan = choice.decided.result.plan
+    return replace(TRIALS, cost_us=cost_us, plan=plan, stays=choice.stays)

@@ -97,6 +97,19 @@ def _traced(planner: GraphPlanner, graphs: Graphs) -> Traced:
     return Traced(graphs, plain, fits, rewrites)
 
 
+def searched_on(planner: GraphPlanner, made: Candidate) -> Candidate:
+    """Search on from a plan of a trial; return any other unchanged."""
+    if not made.choice.is_trial:
+        return made
+    own = replace(_unexplained(planner), source=made.source)
+    search = PlacementSearch(own, made.graphs, made.choice.annotated)
+    choice = search.searched_on(made.choice)
+    late = made.offers is not None and read_after_update(
+        made.offers, choice.annotated, choice.decided.order
+    )
+    return made if late else replace(made, choice=choice)
+
+
 # --- the candidates -----------------------------------------------------------------------------
 
 

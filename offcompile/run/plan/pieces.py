@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.split import Splits
 from offcompile.graph.split.decision import Ways
 from offcompile.planning.planner import NO_RIVAL, Rival
 
-from .candidates import Candidate, plan_in_order
+from .candidates import Candidate, plan_in_order, searched_on
 from .planner import GraphPlanner, estimate_step
 
 
@@ -53,6 +53,7 @@ def ways_of(planner: GraphPlanner, given: Graphs, splits: Splits) -> Ways[Candid
         lambda: splits.most_pieces,
         lambda: splits.largest_bytes,
         lambda made: made.choice,
+        partial(searched_on, planner),
         request.explains,
     )
 

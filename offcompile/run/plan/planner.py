@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
-from offcompile.graph.weight_placement import Choice, choose
+from offcompile.graph.weight_placement import Choice, choose, searched_on
 from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem, Tensor
 from offcompile.ir.units import show_bytes
 from offcompile.machine.hardware import DISK
@@ -285,6 +285,11 @@ class PlacementSearch:
         leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
         return found if leaves else None
 
+    def searched_on(self, trial: Choice) -> Choice:
+        """Search on from a plan that a trial found for these graphs."""
+        self._remember(trial.annotated.problem, trial.decided)
+        return searched_on(trial, partial(self._decide, self.planner.budget()))
+
     def _decide(
         self,
         budget: int | None,
@@ -307,9 +312,12 @@ class PlacementSearch:
             worth_us=worth_us - updates_us,
             trial=trial,
         )
-        if made.result.plan.recomputes or made.result.plan.updates:
-            self._known.append((found.problem, made))
+        self._remember(found.problem, made)
         return replace(made, updates_us=updates_us)
+
+    def _remember(self, problem: Problem, made: Decided) -> None:
+        if made.result.plan.recomputes or made.result.plan.updates:
+            self._known.append((problem, made))
 
     def _known_of(self, problem: Problem) -> KnownPlans:
         """All known plans, with one of this very problem as the newest."""
