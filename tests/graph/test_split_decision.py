@@ -89,6 +89,7 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
         peak = more.get("peaks", {}).get(pieces, 0)
         return SimpleNamespace(
             pieces=pieces,
+            trial=rival.by_trials,
             stays=None,
             annotated=SimpleNamespace(problem=problem),
             decided=SimpleNamespace(
@@ -112,7 +113,7 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
             lambda: more.get("most", 1000),
             lambda: more.get("largest", 50),
             lambda found: found,
-            lambda found: SimpleNamespace(**vars(found), searched_on=True),
+            lambda found: SimpleNamespace(**vars(found) | {"trial": False}),
         ),
         asked,
     )
@@ -123,10 +124,7 @@ def chosen(costs: dict[int | None, float | None], **more: Any) -> tuple[int | No
     made, splitting = found.best()
     pieces = None if splitting is None else splitting.pieces
     assert made.pieces == pieces
-    # a search goes on from the best of several plans that are compared
-    options = Options.read(more.get("options", {}), {})
-    compares = options.may_split and (options.pieces is None or pieces is None)
-    assert hasattr(made, "searched_on") == compares
+    assert not made.trial  # which only serves to compare
     return pieces, asked
 
 

@@ -35,9 +35,6 @@ NEARLY_FREE = 1.03
 #: lower the bound to this share
 CLOSE, NEAR, LOWER_BOUND = 0.05, 0.1, 0.98
 
-#: plans of any cost are of use, and the best of them is searched on from
-TRIALS = Rival(by_trials=True)
-
 T = TypeVar("T")
 
 
@@ -78,12 +75,11 @@ class Ways(Generic[T]):
                 return self.whole(True, NO_RIVAL), None
             except Infeasible as error:
                 raise self._with_advice(error) from None
-        found, number = self._best_by_trials()
-        splitting = None if number is None else self.splitting(number)
-        return self.searched_on(found), splitting
+        found, number = self._best()
+        return found, None if number is None else self.splitting(number)
 
-    def _best_by_trials(self) -> tuple[T, int | None]:
-        """The best plan, and the number of its pieces; large steps are compared by trials."""
+    def _best(self) -> tuple[T, int | None]:
+        """The best plan, and the number of its pieces."""
         try:
             whole = self.whole(False, self._nearly_free)
         except Infeasible:
@@ -103,27 +99,28 @@ class Ways(Generic[T]):
     def _nearly_free(self) -> Rival:
         """Only a nearly free plan of the whole graph is worth a search before one in pieces."""
         if self.budget is None or not self._counts or not self._may_relieve:
-            return TRIALS
-        return replace(TRIALS, of_ops=NEARLY_FREE)
+            return NO_RIVAL
+        return Rival(of_ops=NEARLY_FREE)
 
     def _pieces_first(self) -> tuple[T, int | None]:
         """The best plan, where the whole graph has none that is nearly free: the whole is only
-        searched as long as it may beat the pieces."""
+        searched as long as it may beat the pieces. Trials are compared, and the best goes on."""
         found = self._best_in_pieces(None)
         if found is None:
             try:
-                return self.whole(False, TRIALS), None
+                return self.whole(False, NO_RIVAL), None
             except Infeasible:
                 return self._refused()
         best = self.choice(found[0])
         rival = _rival_of(best, best.decided.cost_us / (1 - NO_LOSS))
         with contextlib.suppress(Infeasible, Beaten):
-            return self.whole(False, rival), None
-        return found
+            return self.searched_on(self.whole(False, replace(rival, by_trials=True))), None
+        return self.searched_on(found[0]), found[1]
 
     def _only_in_pieces(self) -> tuple[T, int | None]:
         """The best plan in pieces, where the graph as a whole has none."""
-        return self._best_in_pieces(None) or self._refused()
+        found = self._best_in_pieces(None)
+        return self._refused() if found is None else (self.searched_on(found[0]), found[1])
 
     def _refused(self) -> tuple[T, int | None]:
         """Raises the refusal, where neither the whole graph nor any number of pieces tried has a
@@ -186,14 +183,16 @@ class Ways(Generic[T]):
             yield more
 
     def _best_in_pieces(self, whole: Choice | None) -> tuple[T, int] | None:
-        """The best plan in pieces, if it beats the whole graph's plan."""
+        """The best plan in pieces, if it beats the whole graph's plan. Without one, the best trial,
+        which is to be searched on."""
         if not self._counts:
             return None
         best: tuple[T, int] | None = None
         beaten, fewer = whole, None
         for pieces in self._tried():
             try:
-                found = self.in_pieces(pieces, False, self._rival(beaten, fewer))
+                rival = replace(self._rival(beaten, fewer), by_trials=whole is None)
+                found = self.in_pieces(pieces, False, rival)
             except (Infeasible, Beaten):
                 continue
             made = self.choice(found)
@@ -209,7 +208,7 @@ class Ways(Generic[T]):
         bound, more room gains little unless it lowers that bound."""
         known = [made for made in (whole, fewer) if made is not None]
         if not known or self.budget is None:  # the lowest peak is sought, not the fastest step
-            return TRIALS
+            return NO_RIVAL
         best = min(known, key=lambda made: made.decided.cost_us)
         rival = _rival_of(best, best.decided.cost_us * (1 - NO_LOSS))
         if fewer is None or fewer.decided.result.gap > NEAR:
@@ -252,5 +251,4 @@ class Ways(Generic[T]):
 
 
 def _rival_of(choice: Choice, cost_us: float) -> Rival:
-    plan = choice.decided.result.plan
-    return replace(TRIALS, cost_us=cost_us, plan=plan, stays=choice.stays)
+    return Rival(cost_us, plan=choice.decided.result.plan, stays=choice.stays)
