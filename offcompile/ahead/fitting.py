@@ -77,9 +77,7 @@ class DeviceFit:
         self.memory = self.target.device_bytes if budget is None else budget
         ranks_bytes = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
         self.budget = max(1, self.memory - ranks_bytes)
-        self._largest = Beside(
-            lambda: (self._find_largest(), self._find_floor()), beside, after=self._other
-        )
+        self._largest = Beside(self._find_largest, beside, after=self._other)
 
     def _first(self) -> Ahead:
         if self.like is not None:
@@ -171,11 +169,6 @@ class DeviceFit:
     @cached_property
     def floor(self) -> int:
         """The least bytes of any way to run the step, without the runtime's reserve."""
-        if self.seeks_largest:
-            return self._largest.result()[1]
-        return self._find_floor()
-
-    def _find_floor(self) -> int:
         problems = variants(self.ahead) + variants_in_pieces(self.ahead, self.tell)
         return min(floor_of(p, self.ahead.survey.machine) for p in problems)
 
@@ -184,7 +177,7 @@ class DeviceFit:
     @cached_property
     def largest(self) -> int | None:
         """The largest batch that fits; None if traces of different batches do not line up."""
-        return self._largest.result()[0]
+        return self._largest.result()
 
     def _other_batch(self) -> tuple[list[Problem], list[Problem]]:
         """The step with twice the batch: whole, and in pieces."""
@@ -193,13 +186,14 @@ class DeviceFit:
         return [replace(p) for p in found[0]], [replace(p) for p in found[1]]
 
     def _find_largest(self) -> int | None:
+        mine, mine_in_pieces = variants(self.ahead), variants_in_pieces(self.ahead, self.tell)
         whole, in_pieces = self._other.result()
         batches = self.batch, 2 * self.batch
-        pairs = zip(variants(self.ahead), whole, strict=False)
+        pairs = zip(mine, whole, strict=False)
         scales = [Scale(a, b, batches) for a, b in pairs]
         if not scales or not all(s.lines_up for s in scales):
             return None
-        pairs = zip(variants_in_pieces(self.ahead, self.tell), in_pieces, strict=False)
+        pairs = zip(mine_in_pieces, in_pieces, strict=False)
         scales_in_pieces = [Scale(a, b, batches) for a, b in pairs]
         self.tell("looking for the largest batch")
         machine, capacity = self.ahead.survey.machine, self.target.device_bytes
@@ -221,6 +215,7 @@ class DeviceFit:
             self.options.whole_policy,
             self.trial_seconds,
             self.tell,
+            trial=True,  # any plan will do
             reuses=self.options.reuse_plans,
             library_bytes=self.target.library_bytes,
         )
