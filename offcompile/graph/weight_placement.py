@@ -177,9 +177,8 @@ def searched_on(trial: Choice, decide: Decide, rival: Rival = NO_RIVAL) -> Choic
     """The trial's place, searched for the usual time if a plan may still gain by that."""
     made, outlined = trial.decided, _is_outlined(trial.annotated.problem)
     near = NEAR_TWIN if outlined else NEAR_RIVAL
-    if made.fits or made.result.gap < CLOSE_ENOUGH or made.cost_us > rival.cost_us * near:
-        return trial
-    if outlined and rival.by_trials:
+    far = made.cost_us > rival.cost_us * near
+    if made.fits or made.result.gap < CLOSE_ENOUGH or far or (outlined and rival.by_trials):
         return trial
     return replace(trial, decided=_longer_or(made, trial.annotated, decide))
 

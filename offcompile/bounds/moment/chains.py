@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from scipy.optimize import linprog
@@ -88,11 +87,13 @@ class Chains:
         cut: Cut,
     ) -> None:
         self.survey, self.cut = survey, cut
-        self._updated = set(cut.sides.row[cut.sides.inside].tolist())
+        # the others are included in the costs of their updates
+        free = np.ones(len(cut.tensors), dtype=bool)
+        free[cut.sides.row[cut.sides.inside]] = False
         again = np.isfinite(cut.again)
         #: rows of tensors that may be recomputed, and of those that are carried or kept
-        self.chained = [i for i in np.flatnonzero(again).tolist() if i not in self._updated]
-        self.plain = [i for i in np.flatnonzero(~again).tolist() if i not in self._updated]
+        self.chained = np.flatnonzero(free & again).tolist()
+        self.plain = np.flatnonzero(free & ~again).tolist()
         self.names = list(cut.tensors)
         # what has to be had anyway costs recomputations nothing
         had = lasting | {cut.tensors[i] for i in self.plain}
@@ -147,12 +148,11 @@ class Chains:
         Each choice that was cheapest somewhere limits, for all weights and prices, the bound that
         they can prove. The search continues with those of the highest limit.
         """
-        cut, chained = self.cut, self._chained
-        if not chained:
+        if not self._has_choice:
             return None
-        sizes = cut.nbytes[chained]
+        again, sizes = self.cut.again[self.chained], self.cut.nbytes[self.chained]
         # a typical price: the cost of recomputing a byte, without operands
-        price = float(np.median(cut.again[chained] / np.maximum(sizes, 1.0)))
+        price = float(np.median(again / np.maximum(sizes, 1.0)))
         weights = [np.maximum(w, LEAST) / np.maximum(w, LEAST).sum() for w in weights]
         best = self._climb(weights, price, deadline)
         if best.price >= price * HOPELESS:  # not even everything away is enough
@@ -167,16 +167,16 @@ class Chains:
             best = max(best, known[-1], key=lambda c: c.value)
         return best
 
-    def value(self, like: ChainChoice) -> float:
-        """The bound here with the weights and the price of another moment's choice."""
-        return self._value(like.weights, like.price).value if self._chained else 0.0
+    def like(self, other: ChainChoice) -> ChainChoice | None:
+        """The choice with the weights and the price of another moment's; None: there is none."""
+        return self._value(other.weights, other.price) if self._has_choice else None
 
-    @cached_property
-    def _chained(self) -> list[int]:
-        """The tensors that may be recomputed; none if there is nothing to choose."""
-        cut = self.cut
-        impossible = len(cut.first) and not np.isfinite(cut.first.times).any(axis=1).all()
-        return [] if cut.excess <= 0 or impossible else self.chained
+    @property
+    def _has_choice(self) -> bool:
+        """True if something has to leave or run again, and all that must be loaded can be."""
+        first = self.cut.first
+        possible = not len(first) or np.isfinite(first.times).any(axis=1).all()
+        return bool(self.chained and self.cut.excess > 0 and possible)
 
     def _climb(self, weights: list[Floats], price: float, deadline: float) -> ChainChoice:
         """Climbs to the price of a byte that proves most with these weights: the only maximum."""

@@ -58,12 +58,11 @@ def cut_bound(survey: Survey, deadline: float) -> float:
         lasting = account.lasting(moment.op)
         chains = Chains(survey, lasting, account.crossing, moment.cut)
         # the weights and price of one moment are nearly the best of the others as well
-        if choice is not None and chains.value(choice) <= best:
-            continue
-        found = chains.best(moment.weights, deadline)
-        if found is not None:
-            choice = choice or found
-            best = max(best, found.value)
+        if choice is None:
+            choice = found = chains.best(moment.weights, deadline)
+        else:
+            found = chains.like(choice)
+        best = max(best, 0.0 if found is None else found.value)
     return best
 
 
