@@ -19,6 +19,7 @@ from offcompile.runtime.base.mapping import page_multiple
 
 from .answers.fit_report import BudgetPoint, FitReport, pareto
 from .others.budgets import BudgetPlan, under_other_budgets
+from .others.few_layers import FewLayers, few_layers
 from .others.processes import Beside, only_here
 from .plan import CPU, Ahead, ForecastRequest, Tell, simple_ways, target_ahead
 from .ranks.request import RankRequest
@@ -34,6 +35,9 @@ TRIAL_SECONDS = 1.0
 TABLE_SEARCH_SECONDS = 0.8
 #: planning time of each published policy
 COMPARED_SECONDS = 2.0
+
+#: the step in each way to hold weights: whole, and in pieces
+_Steps = tuple[list[Problem], list[Problem]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class DeviceFit:
         first = self.asked(self.batch)
         self.target = target_ahead(first.options, self.tell)
         beside = self.forks and self.seeks_largest and not first.measures
-        self._other = Beside(self._other_batch, begins=beside)
+        self._other = Beside(self._trace_other_batch, begins=beside)
         self.ahead = self._first()
         self.target, self.options = self.ahead.target, self.ahead.asked.options
         budget = self.target.budget_bytes(self.options)
@@ -179,15 +183,33 @@ class DeviceFit:
         """The largest batch that fits; None if traces of different batches do not line up."""
         return self._largest.result()
 
-    def _other_batch(self) -> tuple[list[Problem], list[Problem]]:
-        """The step with twice the batch: whole, and in pieces."""
+    def _trace_other_batch(self) -> FewLayers | _Steps:
+        """Trace the step with twice the batch; only few of its layers if it has many."""
+        asked = self.asked(2 * self.batch)
+        few = few_layers(asked, self.target, LADDER[-1], self.tell)
+        return few or self._all_layers()
+
+    def _all_layers(self) -> _Steps:
         other = self.traced(2 * self.batch)
         found = variants(other), variants_in_pieces(other, self.tell)
         return [replace(p) for p in found[0]], [replace(p) for p in found[1]]
 
+    def _other_batch(self) -> _Steps:
+        """The step with twice the batch: whole, and in pieces."""
+        traced = self._other.result()
+        if not isinstance(traced, FewLayers):
+            return traced
+        try:
+            whole = traced.all_layers(self.ahead)
+            in_pieces = _in_pieces(self.ahead, self.tell)
+            return whole, [] if in_pieces is None else traced.all_layers(in_pieces)
+        except NotAlike:
+            self.tell("tracing all layers with twice the batch")
+            return self._all_layers()
+
     def _find_largest(self) -> int | None:
         mine, mine_in_pieces = variants(self.ahead), variants_in_pieces(self.ahead, self.tell)
-        whole, in_pieces = self._other.result()
+        whole, in_pieces = self._other_batch()
         batches = self.batch, 2 * self.batch
         pairs = zip(mine, whole, strict=False)
         scales = [Scale(a, b, batches) for a, b in pairs]
@@ -247,9 +269,13 @@ def variants(ahead: Ahead) -> list[Problem]:
 
 def variants_in_pieces(ahead: Ahead, tell: Tell) -> list[Problem]:
     """Like `variants`, with the loss in as many pieces as the planner tries; maybe empty."""
-    if not ahead.may_split:
-        return []
-    return variants(ahead.in_pieces(min(LADDER[-1], ahead.most_pieces), tell))
+    found = _in_pieces(ahead, tell)
+    return [] if found is None else variants(found)
+
+
+def _in_pieces(ahead: Ahead, tell: Tell) -> Ahead | None:
+    pieces = min(LADDER[-1], ahead.most_pieces)
+    return ahead.in_pieces(pieces, tell) if ahead.may_split else None
 
 
 def tier_bytes(report: PlanReport) -> dict[str, int]:

@@ -206,6 +206,15 @@ class Ahead:
         return cls._made(asked, target, tuple(traces), layers, None, tell)
 
     @classmethod
+    def few(cls, asked: ForecastRequest, target: Target, tell: Tell) -> Ahead | None:
+        """The model with few of its layers; None if it has none to leave out."""
+        layers = find_layers(asked.model) if asked.repeats else None
+        if layers is None:
+            return None
+        trace = _traced(asked, shortened(asked.model, layers, layers.traced), target)
+        return cls._made(asked, target, (trace,), None, None, tell)
+
+    @classmethod
     def _made(
         cls,
         asked: ForecastRequest,

@@ -17,6 +17,16 @@ from offcompile.planning.floors import floors_of_ways
 PRECISION = 0.01
 
 
+def line_up(a: Problem, b: Problem) -> bool:
+    """True if both have the same ops on the same tensors."""
+    if len(a.ops) != len(b.ops) or a.tensor.keys() != b.tensor.keys():
+        return False
+    return all(
+        (p.id, p.reads, p.writes) == (q.id, q.reads, q.writes)
+        for p, q in zip(a.ops, b.ops, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Scale:
     """The same step, traced for a smaller and a larger batch."""
@@ -27,14 +37,7 @@ class Scale:
 
     @property
     def lines_up(self) -> bool:
-        """True if both have the same ops on the same tensors."""
-        a, b = self.small, self.large
-        if len(a.ops) != len(b.ops) or a.tensor.keys() != b.tensor.keys():
-            return False
-        return all(
-            (p.id, p.reads, p.writes) == (q.id, q.reads, q.writes)
-            for p, q in zip(a.ops, b.ops, strict=True)
-        )
+        return line_up(self.small, self.large)
 
     def floors(self, machine_for: Callable[[int], Machine]) -> ScaledFloors:
         small, large = (floors_of_ways(p, machine_for) for p in (self.small, self.large))

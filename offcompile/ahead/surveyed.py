@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +18,7 @@ from offcompile.machine.in_place import InPlace
 from offcompile.run.problem_source import ProblemSource
 
 from .layers import Layers
-from .unroll import Unrolled, relabelled, unroll
+from .unroll import Unrolled, unroll
 
 
 class NotAlike(OffloadError):
@@ -47,6 +48,10 @@ class Estimate:
     #: as they are planned
     annotated: dict[InPlace | None, Annotated] = field(default_factory=dict)
     planned: dict[InPlace | None, Annotated] = field(default_factory=dict)
+    #: how the first of these were extrapolated
+    unrolled: dict[InPlace | None, Unrolled] = field(default_factory=dict)
+    #: the step of the twin, with all tensors on the device
+    smaller: Annotated | None = None
 
 
 @dataclass(eq=False)
@@ -54,6 +59,8 @@ class AheadProblemSource(ProblemSource):
     """A survey that can extrapolate. `twin`: used to infer missing layers; None: none missing."""
 
     twin: Twin | None = None
+    #: the steps of few layers with another batch, of which this gives all layers; None: the same
+    few: Mapping[InPlace | None, Problem] | None = field(default=None, repr=False)
     updates: Updates | None = None
     #: graphs as traced; other graphs are the same with masks packed as bits
     traced: Graphs | None = field(default=None, repr=False)
@@ -100,6 +107,7 @@ class AheadProblemSource(ProblemSource):
         if self._current is not None:  # costs change
             self._current.annotated.clear()
             self._current.planned.clear()
+            self._current.unrolled.clear()
         if self.twin is None:
             return
         twin = self.twin.survey
@@ -119,6 +127,8 @@ class AheadProblemSource(ProblemSource):
             else:
                 found = self._unrolled(self.twin, graphs, in_place, hint)
             kept[in_place] = found
+        if self.few is not None:
+            found = replace(found, problem=self._of_other_batch(graphs, in_place))
         return replace(found, problem=staying(found.problem, stays))
 
     def problem(
@@ -128,7 +138,8 @@ class AheadProblemSource(ProblemSource):
         stays: frozenset[str] = frozenset(),
         hint: Hint | None = None,
     ) -> Annotated:
-        priced = None if stays or hint is not None else self._priced(graphs)
+        other = stays or hint is not None or self.few is not None
+        priced = None if other else self._priced(graphs)
         found = None if priced is None else priced.planned.get(in_place)
         if found is None:
             found = super().problem(graphs, in_place, stays, hint)
@@ -145,14 +156,21 @@ class AheadProblemSource(ProblemSource):
         self, twin: Twin, graphs: Graphs, in_place: InPlace | None, hint: Hint
     ) -> Annotated:
         larger = super().annotated(graphs, in_place, frozenset(), hint)
-        twin.survey._min_move = self._min_move
-        smaller = twin.survey.annotated(twin.graphs, in_place, frozenset(), hint)
-        layers = twin.layers
-        made = unroll(larger.problem, smaller.problem, layers.beyond)
+        layers, priced = twin.layers, self._priced(graphs)
+        known = None if priced is None else priced.unrolled.get(None)
+        made = None if known is None else known.like(larger.problem)
+        smaller = None if priced is None else priced.smaller
+        if made is None or smaller is None:
+            twin.survey._min_move = self._min_move
+            smaller = twin.survey.annotated(twin.graphs, in_place, frozenset(), hint)
+            made = unroll(larger.problem, smaller.problem, layers.beyond)
         if made is None:
             raise NotAlike(
                 f"The {layers.count} layers of {layers} look alike and do not compile alike."
             )
+        if priced is not None:
+            priced.unrolled[in_place] = made
+            priced.smaller = smaller if in_place is None else priced.smaller
 
         origin = made.origin
         return replace(
@@ -169,6 +187,15 @@ class AheadProblemSource(ProblemSource):
                 new: larger.dtypes[old] for new, (old, _) in origin.items() if old in larger.dtypes
             },
         )
+
+    def _of_other_batch(self, graphs: Graphs, in_place: InPlace | None) -> Problem:
+        priced = self._priced(graphs)
+        unrolled = None if priced is None else priced.unrolled.get(in_place)
+        few = None if self.few is None else self.few.get(in_place)
+        found = None if unrolled is None or few is None else unrolled.like(few)
+        if found is None:
+            raise NotAlike("The layers do not compile alike with another batch.")
+        return found.problem
 
     def _twin_of(self, twin: Twin, graphs: Graphs) -> Twin:
         """Make the twin of these graphs, with its own survey: the first may still be in use."""
@@ -194,6 +221,29 @@ def _of_all_layers(
         for path in layers.paths:
             found[new] = relabelled(found[new], other, path, copy, layers.beyond)
     return found
+
+
+def relabelled(label: str, other: str, layers: str, copy: int | None, more: int) -> str:
+    """Give a label the index that its layer has among all: `blocks.1.up 4×4` → `blocks.5.up 4×4`.
+
+    `other` is the label in the smaller problem or, of a copy, that of one period later.
+    """
+    found, compared = _index_in(label, layers), _index_in(other, layers)
+    if found is None or compared is None:
+        return label
+    start, end = found
+    index, step = int(label[start:end]), int(other[slice(*compared)]) - int(label[start:end])
+    if copy is None:
+        index -= step * more
+    else:
+        index += step * copy if step > 0 else -step * (more - copy)
+    return f"{label[:start]}{index}{label[end:]}"
+
+
+def _index_in(label: str, layers: str) -> tuple[int, int] | None:
+    head = re.escape(f"{layers}.") if layers else ""
+    found = re.search(rf"(?:^| ){head}(\d+)(?=[. ]|$)", label)
+    return None if found is None else found.span(1)
 
 
 def staying(problem: Problem, stays: frozenset[str]) -> Problem:

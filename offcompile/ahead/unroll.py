@@ -18,7 +18,6 @@ come out, op by op and tensor by tensor, if the same rules are applied to one pe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -27,6 +26,7 @@ from itertools import islice
 from offcompile.ir import Op, Problem, Tensor
 
 from .periods import Facts, PeriodWindow, begun_later, find_windows, looks, shape_of, slots_of
+from .scaled import line_up
 
 #: most ways to divide a step into periodic parts that are tried
 MOST_WAYS = 16
@@ -43,6 +43,21 @@ class Unrolled:
     twin: dict[str, str]
     #: op or tensor that is copied → the same one period later
     later: dict[str, str]
+    _pattern: _Pattern
+    _more: int
+
+    def like(self, few: Problem) -> Unrolled | None:
+        """Add as many periods to `few`, which is the larger problem with other sizes, durations or
+        homes, as with another batch. None if its ops and tensors are not the same, or do not
+        repeat."""
+        if not line_up(self._pattern.larger.problem, few):
+            return None
+        pattern = replace(self._pattern, larger=Facts(few))
+        try:
+            made = _Unrolling(pattern, self._more).problem() if pattern.repeats else None
+        except _Irregular:
+            return None
+        return None if made is None else replace(self, problem=made, _pattern=pattern)
 
 
 def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
@@ -56,7 +71,8 @@ def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
         if twin is None:
             return None
         unrolling = _Unrolling(pattern, more)
-        return Unrolled(unrolling.problem(), unrolling.origin, twin, pattern.later())
+        made = unrolling.problem()
+        return Unrolled(made, unrolling.origin, twin, pattern.later(), pattern, more)
     except _Irregular:
         return None
 
@@ -97,32 +113,6 @@ def _rounded(tensor: Tensor) -> tuple[object, ...]:
 def _unused(problem: Problem) -> list[tuple[object, ...]]:
     used = {t for op in problem.ops for t in op.operands}
     return sorted((looks(t) for t in problem.tensors if t.id not in used), key=repr)
-
-
-# --- labels ----------------------------------------------------------------------------------
-
-
-def relabelled(label: str, other: str, layers: str, copy: int | None, more: int) -> str:
-    """Give a label the index that its layer has among all: `blocks.1.up 4×4` → `blocks.5.up 4×4`.
-
-    `other` is the label in the smaller problem or, of a copy, that of one period later.
-    """
-    found, compared = _index_in(label, layers), _index_in(other, layers)
-    if found is None or compared is None:
-        return label
-    start, end = found
-    index, step = int(label[start:end]), int(other[slice(*compared)]) - int(label[start:end])
-    if copy is None:
-        index -= step * more
-    else:
-        index += step * copy if step > 0 else -step * (more - copy)
-    return f"{label[:start]}{index}{label[end:]}"
-
-
-def _index_in(label: str, layers: str) -> tuple[int, int] | None:
-    head = re.escape(f"{layers}.") if layers else ""
-    found = re.search(rf"(?:^| ){head}(\d+)(?=[. ]|$)", label)
-    return None if found is None else found.span(1)
 
 
 # --- where ops find their operands -----------------------------------------------------------
@@ -192,11 +182,11 @@ class _Pattern:
     smaller: Facts
     windows: Sequence[PeriodWindow]
     #: window by position, in its periods
-    _inside: dict[int, PeriodWindow] = field(default_factory=dict)
+    _inside: dict[int, PeriodWindow] = field(default_factory=dict, init=False)
     #: window by position, in its first period: these ops are copied
-    copied: dict[int, PeriodWindow] = field(default_factory=dict)
+    copied: dict[int, PeriodWindow] = field(default_factory=dict, init=False)
     #: positions of ops that are kept, which are those of the smaller problem
-    kept: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         for window in self.windows:
@@ -206,6 +196,15 @@ class _Pattern:
                     self.copied[position] = window
         self.kept = [i for i in range(len(self.larger.ops)) if i not in self.copied]
         self._image = {position: i for i, position in enumerate(self.kept)}
+
+    @property
+    def repeats(self) -> bool:
+        """True if each op that is copied takes as long one period later."""
+        ops = self.larger.ops
+        return all(
+            shape_of(ops[position]) == shape_of(ops[position + window.length])
+            for position, window in self.copied.items()
+        )
 
     def irregular(self) -> list[int]:
         """Find the ops whose operands are found in no known way."""

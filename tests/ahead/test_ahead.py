@@ -23,7 +23,8 @@ from offcompile.ahead.fitting import tier_bytes
 from offcompile.ahead.layers import find_layers, shortened
 from offcompile.ahead.plan import Ahead, ForecastRequest, plan
 from offcompile.ahead.scaled import Scale
-from offcompile.ahead.unroll import alike, relabelled, unroll
+from offcompile.ahead.surveyed import relabelled
+from offcompile.ahead.unroll import alike, unroll
 from offcompile.cli import command as cli
 from offcompile.graph.costs import in_place as costs_in_place
 from offcompile.graph.costs import op_costs as costs
