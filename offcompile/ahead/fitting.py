@@ -81,7 +81,7 @@ class DeviceFit:
         self.memory = self.target.device_bytes if budget is None else budget
         ranks_bytes = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
         self.budget = max(1, self.memory - ranks_bytes)
-        self._largest = Beside(self._find_largest, beside, after=self._other)
+        self._ends = Beside(self._find_ends, beside, after=self._other)
 
     def _first(self) -> Ahead:
         if self.like is not None:
@@ -173,6 +173,11 @@ class DeviceFit:
     @cached_property
     def floor(self) -> int:
         """The least bytes of any way to run the step, without the runtime's reserve."""
+        if self._ends.begun:  # by the time this is asked for, it is known there
+            return self._ends.result()[0]
+        return self._find_floor()
+
+    def _find_floor(self) -> int:
         problems = variants(self.ahead) + variants_in_pieces(self.ahead, self.tell)
         return min(floor_of(p, self.ahead.survey.machine) for p in problems)
 
@@ -181,7 +186,11 @@ class DeviceFit:
     @cached_property
     def largest(self) -> int | None:
         """The largest batch that fits; None if traces of different batches do not line up."""
-        return self._largest.result()
+        return self._ends.result()[1]
+
+    def _find_ends(self) -> tuple[int, int | None]:
+        """The floor and the largest batch, which share the step in pieces."""
+        return self._find_floor(), self._find_largest()
 
     def _trace_other_batch(self) -> FewLayers | _Steps:
         """Trace the step with twice the batch; only few of its layers if it has many."""

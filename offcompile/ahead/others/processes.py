@@ -73,6 +73,11 @@ class Beside(Generic[T]):
             self._pids = (self._process[0], *self._pids)
             weakref.finalize(self, _ended, *self._process, os.getpid())
 
+    @property
+    def begun(self) -> bool:
+        """True if a process works on the answer, or has given it."""
+        return self._process is not None or bool(self._known)
+
     def result(self) -> T:
         if not self._known:
             process, self._process = self._process, None
