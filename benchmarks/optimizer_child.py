@@ -18,6 +18,9 @@ from offcompile import optim
 from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory.malloc.heap import heap
 
+#: the second step is the first one with overlap, and the eighth may bring another plan
+WARM_STEPS = 10
+
 
 def optimizer_of(model: nn.Module, task: dict[str, Any]) -> torch.optim.Optimizer:
     how = dict(task["optimizer"])
@@ -67,7 +70,7 @@ def serve(task: dict[str, Any]) -> None:
 
     began = time.perf_counter()
     try:
-        losses = [step()["loss"] for _ in range(3)]  # the second is the first one with overlap
+        losses = [step()["loss"] for _ in range(WARM_STEPS)]
     except offcompile.OffloadError as error:
         print(f"  {error}", file=sys.stderr, flush=True)
         print(json.dumps({"refused": str(error)}), flush=True)
