@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
+from test_ahead import LENGTH, WIDTH, Language, quiet
 from torch import nn
 
 from offcompile.ahead.fitting import DeviceFit
@@ -18,7 +18,7 @@ from offcompile.ahead.ranks.surveyed import AheadOnRank
 from offcompile.ahead.surveyed import NotAlike
 from offcompile.machine.options import Options
 
-WIDTH, WORDS, LENGTH, PIECES = 16, 96, 8, 4
+PIECES = 4
 
 
 class Block(nn.Module):
@@ -34,24 +34,16 @@ class Block(nn.Module):
         return x + (made if len(x) <= self.most else 2 * made)
 
 
-class Language(nn.Module):
+class Scaling(Language):
     def __init__(self, layers: int, most: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
+        super().__init__(layers)
         self.blocks = nn.ModuleList(Block(most) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        x = self.words(text)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), text.flatten())
 
 
 @cache
-def language(layers: int, most: int) -> Language:
+def scaling(layers: int, most: int) -> Scaling:
     with torch.device("meta"):
-        return Language(layers, most)
+        return Scaling(layers, most)
 
 
 def request(
@@ -61,11 +53,7 @@ def request(
     options = Options.read(
         {"memory": "1GiB", "hardware": "rtx4090", "lowering": "inductor", "seconds": 0.1}
     )
-    return ForecastRequest(language(layers, most), (text,), {}, options, optimizer=optimizer)
-
-
-def quiet(told: str) -> None:
-    """Nobody listens."""
+    return ForecastRequest(scaling(layers, most), (text,), {}, options, optimizer=optimizer)
 
 
 @cache
@@ -109,7 +97,7 @@ def test_the_largest_batch_needs_steps_that_line_up(
 
     def asked(batch: int) -> ForecastRequest:
         found = request(batch, most=most)
-        return replace(found, options=replace(found.options, memory=2 << 20))
+        return replace(found, options=replace(found.options, memory=32 << 20))
 
     found = DeviceFit(asked, 2, told.append)
     largest = found.largest

@@ -45,8 +45,8 @@ def few_layers(asked: ForecastRequest, target: Target, pieces: int, tell: Tell) 
     in_place = target.in_place(2 * sum(weights.values()))
     steps: dict[int | None, Steps] = {None: _steps(found, in_place)}
     if found.may_split:
-        fewest = min(pieces, found.most_pieces)
-        steps[fewest] = _steps(found.in_pieces(fewest, tell), in_place)
+        number = min(pieces, found.most_pieces)
+        steps[number] = _steps(found.in_pieces(number, tell), in_place)
     return FewLayers(steps)
 
 
