@@ -15,7 +15,7 @@ from offcompile.passes.search.starts import GapKey, Hints
 from .program import MS, StepProgram
 from .recipes import SlotNeeds, needs_of, rerun_sets
 from .slots import Slots, cut, is_update
-from .weights import Movable, movable
+from .weights import MOST_ALONE, MOST_LARGE, Movable, movable
 
 #: a solution that takes longer is of no use: a search needs about as long
 MOST_SECONDS = 10.0
@@ -53,13 +53,13 @@ def outline(
     may_stay: weights at home on the host may live on the device instead. update_us_per_byte: time
     after the step that each byte of a weight costs which does not.
     """
-    outliner = _Outliner.of(problem, machine)
+    outliner = _Outliner.of(problem, machine, MOST_LARGE if may_stay else MOST_ALONE)
     return None if outliner is None else outliner.outline(machine, may_stay, update_us_per_byte)
 
 
 def outlines(problem: Problem, machine: Machine) -> Iterator[StepOutline]:
     """Outlines the step with more and more slack, beginning with none."""
-    outliner = _Outliner.of(problem, machine)
+    outliner = _Outliner.of(problem, machine, MOST_ALONE)
     if outliner is None:
         return
     for rate, memory in SLACKS:
@@ -91,12 +91,13 @@ class _Outliner:
     needs: list[SlotNeeds]
 
     @classmethod
-    def of(cls, problem: Problem, machine: Machine) -> _Outliner | None:
+    def of(cls, problem: Problem, machine: Machine, most_alone: int) -> _Outliner | None:
+        """most_alone: number of large updates whose sides are chosen one by one."""
         lanes = machine.lanes_between(HOST, DEVICE), machine.lanes_between(DEVICE, HOST)
         if not all(lanes) or machine.tier[DEVICE].capacity_bytes is None or not problem.ops:
             return None
         slots = cut(problem)
-        groups = movable(problem, slots)
+        groups = movable(problem, slots, most_alone)
         needs = [needs_of(problem, slots, groups.tensors, again) for again in rerun_sets(problem)]
         return cls(problem, slots, groups, needs)
 

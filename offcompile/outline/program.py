@@ -19,6 +19,10 @@ MS, GIB = 1e-3, 1 / 2**30
 LEAST_SHARE = 1 / 4000
 #: transfers and reruns count a little even if a step is no longer for them
 TIE = 1e-4
+#: states that cross for an update on the device cost this share of their time, times the part of
+#: the step's compute that those of one weight take: ops behind the update wait for all of them, so
+#: large weights had rather be updated on the host and small ones on the device
+BURST = 0.2
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class StepProgram:
     ) -> int:
         """The updates on either side; returns the part of the host."""
         lp, slot = self.lp, update.slot
-        hosted, there = lp.column(most=1.0, whole=update.large), lp.column()
+        hosted, there = lp.column(most=1.0, whole=update.large), lp.column(self._burst(update))
         lp.equal(1.0, (hosted, 1.0), (there, 1.0), *staying)
         if update.device_us is None:
             lp.equal(0.0, (there, 1.0))
@@ -209,6 +213,15 @@ class StepProgram:
             terms = [*((c, 1.0) for c in work[:k]), *((c, -1.0) for c in gone[:k])]
             lp.limit(0.0, *terms)
         return hosted
+
+    def _burst(self, update: GroupUpdate) -> float:
+        """The cost of states that cross in one go. 0 where weights may stay: it is about the order
+        of moves, and places are chosen by their sums."""
+        if self.gain_us_per_byte is not None:
+            return 0.0
+        compute_us = max(1.0, self.slots.us * self.slots.tail)
+        burst = update.most_state_bytes / self.in_rate / compute_us
+        return BURST * burst * update.state_bytes / self.in_rate * MS
 
     def _leave(self, part: int, slot: int, nbytes: int) -> list[int]:
         """A part that must leave the device in this slot or later; returns it per slot."""

@@ -11,9 +11,11 @@ from offcompile.passes.search.program_variant import held_on_host, hostable
 
 from .slots import Slots, is_update
 
-#: at most so many large updates are made by one side as a whole: each may double the time for an
-#: answer
+#: at most so many large updates must be made by one side as a whole: each may double the time for
+#: an answer
 MOST_LARGE = 4
+#: at most so many large updates have their sides chosen one by one, if places are known
+MOST_ALONE = 32
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,14 @@ class WeightVisit:
 @dataclass(frozen=True)
 class GroupUpdate:
     """The update of a group. None for a side that cannot make it. ready: the first slot in which
-    what it makes or needs may leave. large: it takes the host longer than a slot, so that one side
-    makes all of it."""
+    what it makes or needs may leave. large: one side has to make all of it. most_state_bytes: of
+    the states of one weight."""
 
     slot: int
     ready: int
     large: bool
     state_bytes: int
+    most_state_bytes: int
     gradient_bytes: int
     host_us: float | None
     device_us: float | None
@@ -67,8 +70,9 @@ class Movable:
     tensors: frozenset[str]
 
 
-def movable(problem: Problem, slots: Slots) -> Movable:
-    """The groups, in the order of their first use."""
+def movable(problem: Problem, slots: Slots, most_alone: int) -> Movable:
+    """The groups, in the order of their first use. most_alone: number of large updates that are
+    groups of their own."""
     tensor = problem.tensor
     weights = [t.id for t in problem.tensors if t.kind == "weight" and t.home == HOST]
     weights = [t for t in weights if not tensor[t].pinned]
@@ -76,7 +80,8 @@ def movable(problem: Problem, slots: Slots) -> Movable:
     groups: dict[object, list[str]] = defaultdict(list)
     uses = _uses(problem, weights)
     held = held_on_host(problem)
-    large = _large(problem, slots, updates)
+    largest = _large(problem, slots, updates)
+    large, whole = frozenset(largest[:most_alone]), frozenset(largest[:MOST_LARGE])
     for weight in weights:
         if uses[weight]:
             visits = _visits(problem, slots, weight, uses[weight])
@@ -87,7 +92,7 @@ def movable(problem: Problem, slots: Slots) -> Movable:
             alone = weight if weight in large else None
             groups[places, updated, weight in held, alone].append(weight)
     found = [
-        _weight_group(problem, slots, members, uses, updates, held, members[0] in large)
+        _weight_group(problem, slots, members, uses, updates, held, members[0] in whole)
         for members in groups.values()
     ]
     gradients = _gradient_groups(problem, slots)
@@ -103,11 +108,10 @@ def movable(problem: Problem, slots: Slots) -> Movable:
     return Movable(tuple(found), tuple(gradients), frozenset(moving))
 
 
-def _large(problem: Problem, slots: Slots, updates: dict[str, tuple[str, ...]]) -> frozenset[str]:
-    """Weights whose updates take the host longer than a slot: the largest of them."""
+def _large(problem: Problem, slots: Slots, updates: dict[str, tuple[str, ...]]) -> list[str]:
+    """Weights whose updates take the host longer than a slot, the largest first."""
     host_us = {w: _host_us(problem, ops) for w, ops in updates.items()}
-    largest = sorted(host_us, key=lambda w: -host_us[w])[:MOST_LARGE]
-    return frozenset(w for w in largest if host_us[w] > slots.us)
+    return sorted((w for w in host_us if host_us[w] > slots.us), key=lambda w: -host_us[w])
 
 
 def _host_us(problem: Problem, updates: Iterable[str]) -> float:
@@ -182,18 +186,24 @@ def _update(
     ops = [problem.op[u] for w in weights for u in updates[w]]
     tensor = problem.tensor
     read = {t for op in ops for t in op.reads}
-    states = sum(tensor[t].nbytes for t in read if tensor[t].kind == "state")
+    states = [_state_bytes(problem, updates[w]) for w in weights]
     gradients = sum(tensor[t].nbytes for t in read if tensor[t].kind == "gradient")
     at = problem.op_index[ops[0].id]
     return GroupUpdate(
         slots.of_op[at],
         slots.after_op[at] if large else slots.of_op[at],
         large,
-        states,
+        sum(states),
+        max(states),
         gradients,
         sum(op.host_duration_us or 0.0 for op in ops),
         None if weights[0] in held else sum(op.duration_us for op in ops),
     )
+
+
+def _state_bytes(problem: Problem, updates: Iterable[str]) -> int:
+    states = {t for u in updates for t in problem.op[u].reads if problem.tensor[t].kind == "state"}
+    return sum(problem.tensor[t].nbytes for t in states)
 
 
 def _gradient_groups(problem: Problem, slots: Slots) -> list[GradientGroup]:
