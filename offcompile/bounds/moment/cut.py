@@ -33,6 +33,7 @@ from .chains import Chains
 from .choices import Cut
 from .crossings import Crossings
 from .ending import Ending
+from .leading import ends_ns
 from .sides import HostUpdates, Sides
 from .ways import Serving
 from .weights import best_weights
@@ -89,7 +90,7 @@ def _weighed(account: _Account, capacity: int, deadline: float) -> list[_Moment]
             break
         left[op] = account.at(op, capacity)
         if not found or op in releases:
-            found += _best_at(op, left.pop(op))
+            found += _best_at(account, op, left.pop(op))
     promised = dict.fromkeys(left, 0.0)
     judged = 0
     while found and left and len(found) < WEIGHED and time.thread_time() < deadline:
@@ -97,16 +98,32 @@ def _weighed(account: _Account, capacity: int, deadline: float) -> list[_Moment]
             promised[op] = max(promised[op], _bound(left[op], *moment.weights)[0] or 0.0)
         judged = len(found)
         op = max(left, key=promised.__getitem__)
-        found += _best_at(op, left.pop(op))
+        found += _best_at(account, op, left.pop(op))
     return sorted(found, key=lambda m: -m.value)
 
 
-def _best_at(op: int, cut: Cut) -> list[_Moment]:
+def _best_at(account: _Account, op: int, cut: Cut) -> list[_Moment]:
     """The moment with its best weights; none if the program has no solution."""
     weights = best_weights(cut)
     if weights is None:
         return []
-    return [_Moment(op, cut, list(weights), _bound(cut, *weights)[0] or 0.0)]
+    value = _bound(cut, *weights)[0] or 0.0
+    late = float(account.ends[op]) + _after(cut, weights[1])
+    return [_Moment(op, cut, list(weights), max(value, late))]
+
+
+def _after(cut: Cut, weights: Floats) -> float:
+    """The least time from the moment on, whatever happens before it."""
+    any_before = np.zeros(len(weights))
+    least = _bound(cut, any_before, weights)[0]
+    if least is None:
+        return 0.0
+    wait = float(weights[-1]) * cut.sides.first_arrival_ns
+    if not wait or cut.sides.needs_host:
+        return least + wait
+    # the host has nothing to do until a gradient has arrived, if it makes any update
+    alone = _bound(cut, any_before, weights, may_host=False)[0]
+    return least if alone is None else min(least + wait, alone)
 
 
 # --- the account of one moment ---------------------------------------------------------------
@@ -117,6 +134,8 @@ class _Account:
     survey: Survey
     #: minimum time of each op on the compute lane
     least: Floats = field(init=False)
+    #: the earliest end of each op
+    ends: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         s = self.survey
@@ -131,6 +150,7 @@ class _Account:
         self.updates = HostUpdates.of(s)
         self.there = always_there(s.problem, s.host_ns, s.rewriters)
         self.crossings = Crossings(s)
+        self.ends = ends_ns(s, self.crossings, self.least)
         self.results = self._results()
         lasting = (t for t in s.problem.tensors if t.home == DEVICE and s.problem.stays_put(t.id))
         self.lasting_bytes = sum(t.nbytes for t in lasting)
@@ -207,7 +227,7 @@ class _Account:
             np.array(again),
             Serving.stack(first, self.crossings.width),
             compute,
-            Sides(k, self.updates, self.crossings, names),
+            Sides(k, self.updates, self.crossings, names, self.least),
             self._ending(k, capacity),
         )
 
@@ -284,7 +304,9 @@ def _reads_of(gaps: Sequence[SurveyGap], at: int) -> Iterator[int]:
 # --- the bound of one moment -----------------------------------------------------------------
 
 
-def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[Floats]]:
+def _bound(
+    cut: Cut, before: Floats, after: Floats, *, may_host: bool = True
+) -> tuple[float | None, list[Floats]]:
     """The bound that weights of the lanes prove, and the time that each lane is busy in the
     cheapest choice; None if there is no choice at all."""
     out, first = cut.out.prices(before), cut.first.prices(before)
@@ -295,7 +317,7 @@ def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[
     moved = out[rows, by_out] + back[rows, by_back]
     anew = again < moved
     price = np.minimum(moved, again)
-    updates = cut.sides.priced(before, after)
+    updates = cut.sides.priced(before, after, may_host=may_host)
     inside = cut.sides.inside
     rows_of = cut.sides.row[inside]
     price[rows_of] = updates.away[inside] - updates.there[inside]

@@ -84,10 +84,16 @@ class Sides:
     """
 
     def __init__(
-        self, k: int, updates: HostUpdates, crossings: Crossings, names: Sequence[str]
+        self,
+        k: int,
+        updates: HostUpdates,
+        crossings: Crossings,
+        names: Sequence[str],
+        least: Floats,
     ) -> None:
+        """least: the time that each op takes of the compute lane."""
         self.survey, self.k, self.updates = crossings.survey, k, updates
-        self.crossings = crossings
+        self.crossings, self.least = crossings, least
         self.width = crossings.width
         self.host, self.device = Legs(self.width), Legs(self.width)
         self.late, self.early = Legs(self.width), Legs(self.width)
@@ -99,13 +105,42 @@ class Sides:
         self.row: Ints = np.array(found, dtype=np.int64)
         self.inside = self.row >= 0
 
-    def priced(self, before: Floats, after: Floats) -> Priced:
+    @cached_property
+    def first_arrival_ns(self) -> float:
+        """The least time after the moment until a gradient for the host has arrived there; 0 if one
+        may be there already."""
+        return min(
+            (self._arrival_ns(u) for u, host_ns in self.updates.host_ns.items() if host_ns),
+            default=0.0,
+        )
+
+    @cached_property
+    def needs_host(self) -> bool:
+        """True if the device cannot make some update that takes time."""
+        takes = list(self.updates.host_ns.values())
+        legs = zip(self.device.owners, self.device.ways, strict=True)
+        return any(takes[owner] > 0 and not ways for owner, ways in legs)
+
+    def _arrival_ns(self, update: int) -> float:
+        maker, t = self.updates.makers.get(update, (-1, ""))
+        if maker < self.k:
+            return 0.0
+        made_in = float(self.least[self.k + 1 : maker + 1].sum())
+        if t in self.survey.rewriters:
+            return made_in  # a recomputation may write it where the host can read it
+        ways = list(self.crossings.ns_out(t).values())
+        if (maker, t) in self.survey.direct_ns:
+            ways.append(max(0.0, float(self.survey.direct_ns[maker, t])))
+        return made_in + min(ways, default=0.0)
+
+    def priced(self, before: Floats, after: Floats, *, may_host: bool = True) -> Priced:
         weights, count = np.concatenate((before, after)), len(self.row)
         host, host_busy = self.host.priced(weights, count)
         device, device_busy = self.device.priced(weights, count)
         late, late_busy = self.late.priced(weights, count)
         early, early_busy = self.early.priced(weights, count)
         here = device + late
+        host = host if may_host else np.full(count, np.inf)
         hosted = (host <= here)[:, None]
         return Priced(
             np.minimum(host, here),
