@@ -126,7 +126,7 @@ def test_one_side_makes_all_of_a_large_update() -> None:
     # nothing hides the last update on the host: either it takes that long, or its states cross
     after_us = min(20 * OP_US, (STATES + WEIGHT) / 25_000.0)
     assert made(problem, on).cost_us >= compute_us(problem) + 0.9 * after_us
-    assert made(problem, on).cost_us > made(even, on).cost_us
+    assert made(problem, on).cost_us >= made(even, on).cost_us - 1e-3
 
 
 def test_the_choices_alone_make_a_plan_near_the_outline() -> None:
