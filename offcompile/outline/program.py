@@ -215,12 +215,12 @@ class StepProgram:
         return hosted
 
     def _burst(self, update: GroupUpdate) -> float:
-        """The cost of states that cross in one go. 0 where weights may stay: it is about the order
-        of moves, and places are chosen by their sums."""
-        if self.gain_us_per_byte is not None:
+        """The cost of states that cross in one go for longer than a slot. 0 where weights may stay:
+        it is about the order of moves, and places are chosen by their sums."""
+        states_us = update.most_state_bytes / self.in_rate
+        if self.gain_us_per_byte is not None or states_us <= self.slots.us:
             return 0.0
-        compute_us = max(1.0, self.slots.us * self.slots.tail)
-        burst = update.most_state_bytes / self.in_rate / compute_us
+        burst = states_us / max(1.0, self.slots.us * self.slots.tail)
         return BURST * burst * update.state_bytes / self.in_rate * MS
 
     def _leave(self, part: int, slot: int, nbytes: int) -> list[int]:

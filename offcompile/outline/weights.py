@@ -14,8 +14,9 @@ from .slots import Slots, is_update
 #: at most so many large updates must be made by one side as a whole: each may double the time for
 #: an answer
 MOST_LARGE = 4
-#: at most so many large updates have their sides chosen one by one, if places are known
-MOST_ALONE = 32
+#: at most so many updates that take the host this many slots have their sides chosen one by one, if
+#: places are known
+MOST_ALONE, LONG = 32, 2
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def movable(problem: Problem, slots: Slots, most_alone: int) -> Movable:
     uses = _uses(problem, weights)
     held = held_on_host(problem)
     largest = _large(problem, slots, updates)
-    large, whole = frozenset(largest[:most_alone]), frozenset(largest[:MOST_LARGE])
+    whole = frozenset(largest[:MOST_LARGE])
+    large = whole | frozenset(_large(problem, slots, updates, LONG)[:most_alone])
     for weight in weights:
         if uses[weight]:
             visits = _visits(problem, slots, weight, uses[weight])
@@ -108,10 +110,12 @@ def movable(problem: Problem, slots: Slots, most_alone: int) -> Movable:
     return Movable(tuple(found), tuple(gradients), frozenset(moving))
 
 
-def _large(problem: Problem, slots: Slots, updates: dict[str, tuple[str, ...]]) -> list[str]:
-    """Weights whose updates take the host longer than a slot, the largest first."""
+def _large(
+    problem: Problem, slots: Slots, updates: dict[str, tuple[str, ...]], count: int = 1
+) -> list[str]:
+    """Weights whose updates take the host longer than so many slots, the largest first."""
     host_us = {w: _host_us(problem, ops) for w, ops in updates.items()}
-    return sorted((w for w in host_us if host_us[w] > slots.us), key=lambda w: -host_us[w])
+    return sorted((w for w in host_us if host_us[w] > count * slots.us), key=lambda w: -host_us[w])
 
 
 def _host_us(problem: Problem, updates: Iterable[str]) -> float:
