@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.costs.op_costs import OpCost
@@ -241,9 +242,15 @@ def relabelled(label: str, other: str, layers: str, copy: int | None, more: int)
 
 
 def _index_in(label: str, layers: str) -> tuple[int, int] | None:
-    head = re.escape(f"{layers}.") if layers else ""
-    found = re.search(rf"(?:^| ){head}(\d+)(?=[. ]|$)", label)
+    found = _numbered(layers).search(label)
     return None if found is None else found.span(1)
+
+
+@cache
+def _numbered(layers: str) -> re.Pattern[str]:
+    """The number of a layer in a label."""
+    head = re.escape(f"{layers}.") if layers else ""
+    return re.compile(rf"(?:^| ){head}(\d+)(?=[. ]|$)")
 
 
 def staying(problem: Problem, stays: frozenset[str]) -> Problem:
