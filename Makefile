@@ -34,11 +34,11 @@ demo: $(READY) ## train a small GPT in half the memory it takes, beside plain an
 
 # a process of a test imports what others have imported before: kept bytecode saves a second each
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY) ## all tests; those that need a GPU are skipped without one
+test: $(READY) ## the tests, but for those marked long; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -q $(SHARED_OUT) $(ARGS)
 
 soak: $(READY) ## long tests, and what docs/trust.md counts at full length; writes its table
-	$(if $(ARGS),,$(BIN)/python -m pytest -q $(SHARED_OUT) -m soak)
+	$(if $(ARGS),,$(BIN)/python -m pytest -q $(SHARED_OUT) -m "soak or long")
 	cd tests && ../$(BIN)/python -m trust $(or $(ARGS),--write)
 
 lint: $(READY) ## ruff (lint and format) and mypy

@@ -20,6 +20,7 @@ def test_captured_steps_are_plain_s_to_the_bit_or_refused_in_words() -> None:
     run_checks(*ALWAYS)
 
 
+@pytest.mark.long
 def test_an_order_taken_away_shows() -> None:
     run_checks(SHOWN_ALWAYS)
 

@@ -18,6 +18,7 @@ def test_an_mlp_is_plain_s_to_the_bit_and_keeps_its_budget() -> None:
     run_checks("least-mlp", "peak", "excess")
 
 
+@pytest.mark.long
 def test_graph_breaks_files_and_other_streams() -> None:
     run_checks("least-mixture", "through_files", "full_host_tier", "on_a_side_stream", "own_thread")
 
@@ -27,6 +28,7 @@ def test_a_host_without_room_and_verification() -> None:
     run_checks("host_without_room", "verified")
 
 
+@pytest.mark.long
 def test_plans_place_states_of_optimizers() -> None:
     # after a model whose host tier is small, which is nothing to optimizers of others
     run_checks("shared_host_tier", *OF_STATES)

@@ -32,6 +32,7 @@ FEW = (
 SEEDS = range(6)
 
 
+@pytest.mark.long
 def test_those_of_each_kind_pass() -> None:
     assert run_gpu_tests(tuple(FILES), FEW, seed=1) == 14
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -41,6 +43,7 @@ except offcompile.OffloadError as error:
 """
 
 
+@pytest.mark.long
 def test_windows_plans_and_says_that_training_needs_linux() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False

@@ -17,6 +17,7 @@ from trust import faults
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checks", ["simulation_checks.py", "fault_checks.py"])
 def test_the_checks_hold_in_a_process_of_their_own(checks: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -26,6 +27,7 @@ def test_the_checks_hold_in_a_process_of_their_own(checks: str) -> None:
     assert " passed" in ran.stdout and "failed" not in ran.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="files of Linux")
 def test_faults_that_end_or_copy_a_process_come_to_what_the_matrix_says() -> None:
     cells = [c for c in faults.spread(14, seed=0) if c.fault in faults.IN_CHILDREN]

@@ -58,6 +58,7 @@ def test_hostile_command_lines_are_answered(folder: Path) -> None:
     assert fuzz.call_hostile(100, 0, folder).holds
 
 
+@pytest.mark.long
 def test_files_made_to_exhaust_a_reader_are_refused_within_bounds(folder: Path) -> None:
     assert bombs.defuse(folder) == []
 

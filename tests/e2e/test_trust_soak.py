@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from trust import soak
 
 import offcompile
 
 
+@pytest.mark.long
 def test_books_are_flat_and_losses_those_of_the_twin() -> None:
     before = offcompile.counters()
     seen = soak.soak(steps=48, life=36, look=6, seed=0)

@@ -36,6 +36,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.long
 def test_the_readme_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "backend" in b)
     program = f"""
@@ -69,6 +70,7 @@ def build():
 """
 
 
+@pytest.mark.long
 def test_the_command_line_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     (script,) = (installed / "bin").glob("offcompile")
     (tmp_path / "mine.py").write_text(MINE)

@@ -38,6 +38,7 @@ def measurement(**settings: Any) -> gpu.Measurement:
 # --- the whole of it, on the CPU ----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_whole_script_runs_on_the_cpu_target_and_writes_its_table(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--cpu-check", "--no-search"]
     command += ["--case", "gpt-124m", "--variant", "ours, 50%", "--rounds", "2"]

@@ -328,6 +328,7 @@ def _mark(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -
     forward.recompile()
 
 
+@pytest.mark.long
 def test_caches_in_one_process_and_two(tmp_path: Any) -> None:
     """Plain, ours, plain, ours, and again in another process with the same cache directory."""
     script = textwrap.dedent(

@@ -310,7 +310,12 @@ def test_options_are_those_that_there_are() -> None:
 # --- examples ---------------------------------------------------------------------------------
 
 
-EACH_ONCE = [pytest.param([path.name], id=path.name) for path in sorted(EXAMPLES.glob("*.py"))]
+#: examples that take ten seconds
+LONG = ("finetune_hf.py", "gpt2_xl_small_memory.py")
+EACH_ONCE = [
+    pytest.param([path.name], id=path.name, marks=pytest.mark.long if path.name in LONG else ())
+    for path in sorted(EXAMPLES.glob("*.py"))
+]
 IN_ANOTHER_WAY = ["finetune_hf.py", "--lora", "--loop"]
 ON_RANKS = ["train_gpt.py", "--ranks", "2"]
 
@@ -338,6 +343,7 @@ def test_examples_run(words: list[str], tmp_path: Path) -> None:
     assert done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_notebook_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,6 +141,7 @@ def test_three_ranks_train_as_without() -> None:
         check_trained(rank, 0.46)  # by whole parameters, of which there are few
 
 
+@pytest.mark.long
 @on_ranks
 def test_owners_update_inside_a_compiled_backward() -> None:
     ranks = [rank["compiled"] for rank in run(["compiled"])]

@@ -294,6 +294,7 @@ log_compiled(compiled())
 """
 
 
+@pytest.mark.long
 def test_torch_logs_reaches_us_before_anything_of_ours_is_imported(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_")}
     asked = {"TORCH_LOGS": "+offcompile", "TORCH_TRACE": str(tmp_path)}

@@ -126,6 +126,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(memory: str, by_blocks: bool)
     assert hits > 3
 
 
+@pytest.mark.long
 def test_planning_that_is_interrupted_begins_anew() -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU())))

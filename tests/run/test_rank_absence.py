@@ -23,11 +23,13 @@ def test_a_rank_that_ends_is_named(how: str) -> None:
     assert "Rank 1" in other["said"] and SAID[how] in other["said"]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_late_is_there() -> None:
     found = pair_of_ranks.start("rank_absence_child.py", [2, "late"])
     assert found == [[{"said": "nothing"}]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", pytest.param("leaves", marks=pytest.mark.soak)])
 def test_a_rank_that_ends_before_its_first_graph_is_named(how: str) -> None:
     """Nothing of offcompile has run on it: the others see that its connection is closed. They would

@@ -8,7 +8,10 @@ import pair_of_ranks
 import pytest
 import torch.distributed as dist
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.long,
+]
 
 #: plans that there are after each step: rank 0 judges measured times at the eighth call
 STAYS, CHANGES = [1] * 10, [1] * 7 + [2] * 3

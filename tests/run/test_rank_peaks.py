@@ -10,7 +10,10 @@ MIB = 1 << 20
 #: pages of blocks that are not full, threads of gloo, and what a look every 2 ms misses
 TOLERANCE_BYTES = 4 * MIB
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.long,
+]
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,7 @@ def test_a_ballot_is_rank_0s() -> None:
 TWO_BUDGETS = (("ddp", "9MiB", "8MiB"), ("fsdp", "8MiB", "10MiB"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.parametrize("case", some(TWO_BUDGETS, TWO_BUDGETS[0]), ids=lambda case: case[0])
 def test_two_ranks_with_two_budgets_run_one_plan(case: tuple[str, ...]) -> None:

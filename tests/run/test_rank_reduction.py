@@ -8,7 +8,10 @@ import pair_of_ranks
 import pytest
 import torch.distributed as dist
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.long,
+]
 
 PARAMETERS, LARGE = 2 + 2 * 6, 1 + 2 * 2
 

@@ -29,6 +29,7 @@ def run(*names: str) -> tuple[dict[str, Any], ...]:
     return tuple(dict(zip(names, rank, strict=True)) for rank in found)
 
 
+@pytest.mark.long
 def test_ranks_train_as_with_weights_of_their_own() -> None:
     for rank in run(*TRAINED):
         for case in TRAINED:

@@ -36,6 +36,7 @@ def child(memory: int | None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_with_two_graph_breaks_backward_finds_its_tensors_within_the_budget() -> None:
     plain = child(None)
     budget = plain["peak_bytes"] * 6 // 10

@@ -41,7 +41,10 @@ def ours(budget: int) -> dict[str, Any]:
 
 BUDGETS = pytest.mark.parametrize(
     "budget",
-    [pytest.param(BUILT, id="built", marks=pytest.mark.soak), pytest.param(BORN, id="born")],
+    [
+        pytest.param(BUILT, id="built", marks=pytest.mark.soak),
+        pytest.param(BORN, id="born", marks=pytest.mark.long),
+    ],
 )
 
 
