@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .conformity import Compiler, Outcome, Tally, left_over, rows_of, run_under, tiny_steps
 from .rows import Row
+from .shrunk import settings_of
 
 STEPS = 3
 WORDS, LENGTH, ROWS, WIDTH, CLASSES = 64, 10, 2, 32, 5
@@ -29,11 +30,14 @@ class Architecture:
     maker: str
     inputs: Callable[[torch.Generator], Inputs]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    #: True if `settings` leave its size to `shrunk`
+    shrunk: bool = False
 
     def build(self) -> nn.Module:
         import transformers
 
-        config = transformers.AutoConfig.for_model(self.name, **self.settings)
+        settings = settings_of(self.name, self.settings) if self.shrunk else self.settings
+        config = transformers.AutoConfig.for_model(self.name, **settings)
         maker = getattr(transformers, self.maker)
         return maker.from_config(config) if "Auto" in self.maker else maker(config)
 
@@ -209,6 +213,25 @@ def _seen(name: str, **settings: Any) -> Architecture:
     return Architecture(name, "AutoModelForImageClassification", seen, settings)
 
 
+def _shrunk(
+    maker: str, inputs: Callable[[torch.Generator], Inputs], names: str
+) -> Iterator[Architecture]:
+    for name in names.split():
+        labels = {"num_labels": CLASSES} if "Classification" in maker else {}
+        yield Architecture(name, maker, inputs, labels | _OF_ONE.get(name, {}), shrunk=True)
+
+
+#: what only this architecture has
+_OF_ONE: Mapping[str, Mapping[str, Any]] = {
+    "bit": {"num_groups": 4, "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]},
+    "convnextv2": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
+    "focalnet": {"embed_dim": 16, "depths": [1] * 4, "hidden_sizes": [16, 16, 32, 32]},
+    "poolformer": {"hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4},
+    "regnet": {"hidden_sizes": [16, 32], "depths": [1, 1], "groups_width": 8},
+    "swinv2": {"embed_dim": 16, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4}
+    | {"patch_size": 4},
+}
+
 ARCHITECTURES = (
     _causal("gpt2", n_positions=32, n_embd=WIDTH, n_layer=2, n_head=4),
     _causal("llama", _GROUPED),
@@ -279,6 +302,24 @@ ARCHITECTURES = (
         _PAIR
         | {"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 16}
         | {"suppress_tokens": None, "begin_suppress_tokens": None},
+    ),
+    *_shrunk(
+        "AutoModelForCausalLM",
+        causal,
+        "ctrl deepseek_v3 falcon_mamba gemma3_text gpt_bigcode gpt_oss granitemoe"
+        " jamba llama4_text mpt olmoe openai-gpt phi3 phimoe qwen3_moe recurrent_gemma rwkv xglm",
+    ),
+    *_shrunk(
+        "AutoModelForSeq2SeqLM",
+        translated,
+        "bigbird_pegasus blenderbot led mbart mt5 mvp pegasus plbart prophetnet umt5",
+    ),
+    *_shrunk("AutoModelForMaskedLM", masked, "big_bird camembert convbert"),
+    *_shrunk(
+        "AutoModelForImageClassification",
+        seen,
+        "beit bit convnextv2 data2vec-vision dinov2 focalnet mobilenet_v1 mobilevit poolformer"
+        " pvt_v2 regnet siglip swinv2 vit_msn",
     ),
 )
 BY_NAME = {a.name: a for a in ARCHITECTURES}
