@@ -54,7 +54,7 @@ def cut_bound(survey: Survey, deadline: float) -> float:
         return 0.0
     account = _Account(survey)
     moments = _weighed(account, survey.capacity, deadline)
-    best, choice = max((m.value for m in moments), default=0.0), None
+    best, choice = max((max(m.value, m.late) for m in moments), default=0.0), None
     for moment in moments[:CHAINED]:
         lasting = account.lasting(moment.op)
         chains = Chains(survey, lasting, account.crossing, moment.cut)
@@ -69,16 +69,18 @@ def cut_bound(survey: Survey, deadline: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Moment:
-    """A moment, and the weights of the lanes that prove most there: the bound that they prove."""
+    """A moment, and the weights of the lanes that prove most there: the bound that they prove, and
+    the one by what leads up to the moment (`leading`)."""
 
     op: int
     cut: Cut
     weights: list[Floats]
     value: float
+    late: float
 
 
 def _weighed(account: _Account, capacity: int, deadline: float) -> list[_Moment]:
-    """The moments that prove most, the best first.
+    """The moments whose weights prove most, the best first.
 
     Any weights prove a bound at any moment, so those known tell where others are worth finding.
     """
@@ -109,7 +111,7 @@ def _best_at(account: _Account, op: int, cut: Cut) -> list[_Moment]:
         return []
     value = _bound(cut, *weights)[0] or 0.0
     late = float(account.ends[op]) + _after(cut, weights[1])
-    return [_Moment(op, cut, list(weights), max(value, late))]
+    return [_Moment(op, cut, list(weights), value, late)]
 
 
 def _after(cut: Cut, weights: Floats) -> float:
