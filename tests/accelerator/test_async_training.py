@@ -38,6 +38,7 @@ def test_delays_of_some_seeds_change_no_bit() -> None:
     run_checks(*FEW)
 
 
+@pytest.mark.long
 def test_an_order_taken_away_shows_in_the_bits() -> None:
     run_checks("nothing_planted, few", *(f"without {name}" for name in ALWAYS))
 

@@ -89,7 +89,8 @@ def test_a_model_with_few_layers_is_traced_as_a_whole() -> None:
     assert few_layers(request(6, layers=3), ahead(2).target, PIECES, quiet) is None
 
 
-@pytest.mark.parametrize("most", [pytest.param(100, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("most", [100, 3])
 def test_the_largest_batch_needs_steps_that_line_up(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

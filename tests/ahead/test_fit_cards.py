@@ -32,6 +32,7 @@ def text(batch: int) -> torch.Tensor:
     return torch.zeros(batch, LENGTH, dtype=torch.long, device="meta")
 
 
+@pytest.mark.long
 def test_each_card_has_the_figures_of_a_fit_of_its_own_and_all_share_a_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -173,6 +173,7 @@ def test_ranks_send_the_gradients_of_adapters_and_gather_all_weights(shard: str)
     assert "trains" in found.to_text()
 
 
+@pytest.mark.long
 def test_the_command_takes_adapters_and_ranks(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -450,6 +450,7 @@ def test_the_answer_names_each_way() -> None:
     assert [way["shard"] for way in told["ways"]] == list(ways)
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_fit_says_what_would_help() -> None:
     found = answered("ddp", "100gb", "2MiB", table=False)
     assert not found.fits and found.ranks is not None
@@ -461,6 +462,7 @@ def test_a_rank_that_does_not_fit_says_what_would_help() -> None:
     assert answered("ddp", "100gb", memory, table=False).fits
 
 
+@pytest.mark.long
 def test_host_memory_counts_for_all_ranks_of_a_node() -> None:
     found = answered("ddp", "nvlink", "3MiB", table=False)
     assert found.ranks is not None and found.tier_bytes[HOST] > 0

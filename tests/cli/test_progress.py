@@ -170,6 +170,7 @@ def test_loading_and_host_init_tell_how_far_they_are(
     ]
 
 
+@pytest.mark.long
 def test_compiling_and_measuring_tell_what_goes_on(
     terminal: Terminal, timers: Timers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ HERE = Path(__file__).parents[1] / "support"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not kernels.has_triton(), reason="Triton is not installed")
 def test_streams_give_kernels_what_the_processor_packs(tmp_path: Path) -> None:
     environment = {

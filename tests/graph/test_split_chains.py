@@ -250,6 +250,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32() -> None:
     assert furthest(found, exact) < 2 * furthest(plain, exact)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=4, phases=[Phase.generate])
 @given(
     st.sampled_from([Mlp, Gated, Mixed]),

@@ -23,6 +23,7 @@ MORE = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases", [FEW, pytest.param(MORE, marks=pytest.mark.soak)], ids=["few", "more"]
 )

@@ -52,6 +52,7 @@ def callback(memory: str) -> OffcompileCallback:
     return OffcompileCallback(memory=memory, lowering="aot_eager")
 
 
+@pytest.mark.long
 def test_it_trains_saves_and_resumes_as_the_plain_trainer_does(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", save_strategy="no")
     before = len(offcompile.reports())

@@ -310,7 +310,7 @@ def test_options_are_those_that_there_are() -> None:
 # --- examples ---------------------------------------------------------------------------------
 
 
-#: examples that take ten seconds
+#: examples that take some ten seconds
 LONG = ("finetune_hf.py", "gpt2_xl_small_memory.py")
 EACH_ONCE = [
     pytest.param([path.name], id=path.name, marks=pytest.mark.long if path.name in LONG else ())

@@ -169,6 +169,7 @@ def child(name: str, folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
     ("which", "kills"), [("few", 5), pytest.param("all", 22, marks=pytest.mark.soak)]

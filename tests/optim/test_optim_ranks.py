@@ -28,6 +28,7 @@ CASES = {
 IN_BACKWARD = {"FSDP2 overlapped": 13}
 
 
+@pytest.mark.long
 def test_ranks_update_what_they_hold_as_torch_does() -> None:
     for rank in pair_of_ranks.start("rank_optim_child.py", CASES):
         assert [case["case"] for case in rank] == list(CASES)

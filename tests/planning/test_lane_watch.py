@@ -186,6 +186,7 @@ def network() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+@pytest.mark.long
 def test_tensors_move_to_the_disk_when_the_way_to_the_host_is_crowded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

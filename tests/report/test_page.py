@@ -288,6 +288,7 @@ def probed(text: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome")
 def test_a_browser_shows_it_and_obeys(
     moving: PlanReport, fitting: PlanReport, split: PlanReport, tmp_path: Path

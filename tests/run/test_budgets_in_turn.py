@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ def build() -> nn.Module:
     return nn.Sequential(*(part for layer in layers for part in layer))
 
 
+@pytest.mark.long
 def test_the_memory_of_the_former_model_is_let_go() -> None:
     x = torch.randn(TOKENS, WIDTH)
     usage = process.usage_of(torch.device("cpu"))

@@ -259,6 +259,7 @@ def test_a_step_that_ends_amid_its_updates_is_not_made_again(
         optimizer.step()
 
 
+@pytest.mark.long
 def test_a_process_that_ctrl_c_hits_trains_on_and_leaves_no_files(tmp_path: Path) -> None:
     here = Path(interrupt_child.__file__).resolve()
     paths = [str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]

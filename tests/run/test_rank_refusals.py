@@ -20,6 +20,7 @@ def test_all_ranks_raise_what_one_has_raised() -> None:
         assert here["text"] == f"On rank 1: {there['text']}"
 
 
+@pytest.mark.long
 def test_the_first_op_that_differs_is_named() -> None:
     (here,), (there,) = pair_of_ranks.start("rank_refusal_child.py", ["differ"])
     (said,) = here["said"]

@@ -64,6 +64,7 @@ def test_writes_of_the_program_stay_on_their_rank() -> None:
     assert "Rank 1 has failed in step()" in first["given_up"]["raised"]
 
 
+@pytest.mark.long
 def test_the_system_counts_weights_once() -> None:
     first, second = (rank["compiled"] for rank in run(*TRAINED))
     assert first["share"] + second["share"] <= 1.1

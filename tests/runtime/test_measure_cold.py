@@ -146,6 +146,7 @@ def made(): return torch.ones(40 << 18)
 """
 
 
+@pytest.mark.long
 @needs_compiler
 def test_large_blocks_keep_their_pages_inside_and_go_back_afterwards() -> None:
     outside, inside, before, held, after = in_a_process(
