@@ -97,6 +97,7 @@ def test_weights_and_gradients_live_on_the_host(lowering: str, tmp_path: Path) -
     assert report.planned_peak_bytes < most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lowering", ["aot_eager", WITH_INDUCTOR])
 def test_an_optimizer_takes_gradients_during_backward(lowering: str, tmp_path: Path) -> None:
     model, plain = Model(), Model()

@@ -59,6 +59,7 @@ DRAWN = st.tuples(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=6, phases=[Phase.generate])
 @given(DRAWN)
 def test_pieces_are_no_worse_than_the_whole(drawn: Drawn) -> None:

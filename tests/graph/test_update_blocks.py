@@ -95,6 +95,7 @@ def test_states_that_never_move_are_one_block(home: str, streams: bool) -> None:
     assert all(len(ops_of(problem, f"w{i}")) == 1 for i in range(COUNT))
 
 
+@pytest.mark.long
 def test_blocks_fit_where_whole_states_do_not() -> None:
     machine = machine_with(3 * WEIGHT_BYTES)  # a weight, its gradient, and half of its states
     hosted = plan_problem(added(None), machine, seconds=2.0)

@@ -198,6 +198,7 @@ def test_after_a_kill_at_any_moment_the_last_checkpoint_resumes_to_the_same_loss
     assert kills // 3 < resumed < kills
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_checkpoints_take_no_memory_of_the_size_of_the_states(tmp_path: Path) -> None:
     told = child("optim_disk_bounded_child.py", tmp_path).split()

@@ -174,6 +174,7 @@ def answer_of(case: str) -> list[str]:
     return answers
 
 
+@pytest.mark.long
 def test_a_plan_that_is_not_for_this_rank_costs_a_warning() -> None:
     plain, _, _ = trained("activations", None, [])
     # another graph
