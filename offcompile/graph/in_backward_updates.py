@@ -9,12 +9,16 @@
 
 `offer` updates the weight, so it comes after the last op that reads the weight, and it frees the
 gradient. Backward returns its result instead, which is resolved when backward is over (`resolve`).
+
+Ranks that reduce gradients want them early, too, whoever updates. `with_early_gradients` inserts
+such offers into graphs that are planned already: gradients still count until the end of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,6 +34,7 @@ from .costs.op_costs import OpCost
 from .graphs import (
     Graphs,
     Hint,
+    aliased_input,
     closed,
     copied,
     is_parameter,
@@ -88,10 +93,44 @@ def with_offers(
     ]
     if not found:
         return None
-    forward, call = _forward(graphs, [o.argument for o in found])
+    return _with_offers(graphs, found, [[o.argument for o in found]], runtime)
+
+
+def with_early_gradients(
+    planned: Graphs,
+    given: Graphs,
+    annotated: Annotated,
+    wanted: frozenset[int],
+    runtime: str,
+) -> Offers | None:
+    """Insert offers for the gradients of the `wanted` arguments that stay on the device into graphs
+    that carry out a plan, or into those `given`; None if there are none.
+
+    In rewritten graphs, ops may read a weight after the offer, so optimizers must wait.
+    """
+    if planned.backward is None:
+        return None
+    outputs, found = outputs_of(planned.backward), []
+    for o in _offered(given, annotated, wanted):
+        gradient = outputs[o.output]
+        if isinstance(gradient, fx.Node) and gradient.name == o.gradient.name:
+            found.append(o if planned is given else replace(o, after=o.gradient))
+    if not found:
+        return None
+    arguments = [o.argument for o in found]
+    return _with_offers(planned, found, [arguments, True, planned is given], runtime)
+
+
+def _with_offers(graphs: Graphs, found: list[_Offered], begun: list[Any], runtime: str) -> Offers:
+    """Insert offers into both graphs. begun: the arguments of `begin_call`."""
+    assert graphs.backward is not None
+    forward, call = _forward(graphs, begun)
     backward, nodes = _backward(graphs.backward, found, call, runtime)
-    made = replace(graphs, forward=forward, backward=backward)
-    return Offers(made, nodes, tuple(o.output for o in found))
+    return Offers(
+        replace(graphs, forward=forward, backward=backward),
+        nodes,
+        tuple(o.output for o in found),
+    )
 
 
 def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> list[_Offered]:
@@ -130,13 +169,13 @@ def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> li
     return found
 
 
-def _forward(graphs: Graphs, arguments: list[int]) -> tuple[fx.GraphModule, fx.Node]:
+def _forward(graphs: Graphs, begun: list[Any]) -> tuple[fx.GraphModule, fx.Node]:
     """Forward with one more saved tensor, the ticket of the call; and that ticket's node."""
     module = copied(graphs.forward)
     graph = module.graph
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
-        call = graph.call_function(update_ops.begin_call, (arguments,))
+        call = graph.call_function(update_ops.begin_call, tuple(begun))
     call.meta["val"] = _ticket_like(graphs)
     (output,) = graph.find_nodes(op="output")
     outputs = list(output.args[0])
@@ -170,6 +209,8 @@ def _backward(
             list(value.stride()),
             runtime,
         )
+        if o.after is o.gradient:
+            _early(new[o.gradient.name])
         with graph.inserting_after(new[o.after.name]):
             node = graph.call_function(update_ops.offer, args)
         node.meta["val"] = call.meta["val"].clone()
@@ -177,6 +218,21 @@ def _backward(
         names[o.storage] = node.name
     output.args = (tuple(outputs),)
     return closed(module), names
+
+
+def _early(node: fx.Node) -> None:
+    """Move a view of a new tensor behind the op that makes it, if it needs nothing else but
+    arguments: rewritten graphs make views of what they return at their end."""
+    views = [node]
+    while (source := aliased_input(views[-1])) is not None and source.op == "call_function":
+        views.append(source)
+    made = views.pop()
+    for view in reversed(views):
+        others = set(view.all_input_nodes) - {made}
+        if any(n.op != "placeholder" for n in others):
+            return
+        made.append(view)
+        made = view
 
 
 def _ticket_like(graphs: Graphs) -> torch.Tensor:

@@ -14,7 +14,12 @@ from offcompile.graph.costs.in_place import with_in_place
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from offcompile.graph.dropout import in_two_parts
 from offcompile.graph.graphs import Graphs, Hint, storage_bytes, storage_key
-from offcompile.graph.in_backward_updates import Offers, costs_of_offers, with_offers
+from offcompile.graph.in_backward_updates import (
+    Offers,
+    costs_of_offers,
+    with_early_gradients,
+    with_offers,
+)
 from offcompile.graph.kernels import merge_kernels
 from offcompile.graph.mask_bits import Compacted, compact
 from offcompile.graph.sizes import hint_of
@@ -190,6 +195,14 @@ class ProblemSource:
             bytes_per_us = self.target.profile.memory_gbps * BYTES_PER_US_PER_GBPS
             self._costs = {**self._costs, **costs_of_offers(made, hint, bytes_per_us)}
         return made
+
+    def with_early_gradients(
+        self, planned: Graphs, given: Graphs, annotated: Annotated, wanted: frozenset[int]
+    ) -> Offers | None:
+        """Make graphs that carry out a plan of those given, or these themselves, offer gradients of
+        these arguments to what reduces them over ranks."""
+        key = self.target.runtime.key
+        return with_early_gradients(planned, given, annotated, wanted, key)
 
 
 def _slowed(machine: Machine, measured: Machine, slowest: Machine) -> Machine:

@@ -2,10 +2,10 @@
 
 From its construction on, DDP has room in its buckets for every gradient. It reduces gradients when
 autograd brings them, and a compiled graph brings all of them at its end. Here a gradient goes into
-a bucket as soon as the graph offers it to an optimizer that updates during backward, or else when
-autograd has filled `.grad`. A bucket gets memory when its first gradient is offered or when it is
-sent, and loses it when it comes back, so few have memory at a time. The optimizer then updates from
-the bucket.
+a bucket as soon as the graph offers it, or else when autograd has filled `.grad`. A bucket gets
+memory when its first gradient is offered or when it is sent, and loses it when it comes back, so
+few have memory at a time. An optimizer that updates during backward then does so from the bucket;
+other gradients go to `.grad`.
 
 Ranks have to agree on nothing but the order of collectives, and that follows from the parameters:
 buckets are cut from the parameters in reverse order, and sent in that order, no matter which are
@@ -93,6 +93,7 @@ class GradientReducer:
         """failed: makes the error to raise of that of a collective."""
         self._failed = failed
         self.group, self.world = group, torch.distributed.get_world_size(group)
+        self._least_bytes = large_from(parameters)
         self.buckets = cut(parameters, cap_bytes)
         self._bucket_of = {id(p): b for b in self.buckets for p in b.parameters}
         sizes = [b.nbytes for b in self.buckets]
@@ -103,6 +104,8 @@ class GradientReducer:
         self.expects = False
         #: index of the bucket to send next, and buckets under way, oldest first
         self._next, self._sent = 0, deque[Bucket]()
+        #: parameters whose optimizers wait for the end of a graph → True if it may begin then
+        self._deferred: dict[int, bool] = {}
         #: True if `_finish` will be called when this backward pass is over
         self._is_asked = False
         updates.reduce_with(parameters, self)
@@ -135,6 +138,14 @@ class GradientReducer:
 
     # -- gradients that a compiled graph offers ----------------------------------------------------
 
+    def wants_early(self, parameter: torch.Tensor) -> bool:
+        """See `updates.Reducer`. Small ones are sent last."""
+        return parameter.nbytes >= self._least_bytes
+
+    def defer(self, parameter: torch.Tensor) -> None:
+        """See `updates.Reducer`."""
+        self._deferred[id(parameter)] = False
+
     def uses_up(self) -> bool:
         """See `updates.Updater`: buckets keep gradients until all of them are there."""
         return False
@@ -142,10 +153,13 @@ class GradientReducer:
     def takes(self, parameter: torch.Tensor) -> bool:
         """See `updates.Updater`. False if there is no memory: autograd then brings it later."""
         optimizer = updates.optimizer_of(parameter)
-        if not self.expects or optimizer is None or parameter.grad is not None:
-            return False  # autograd adds it to the one that is there, and both are reduced then
-        if parameter._backward_hooks or not optimizer.takes(parameter):
+        if not self.expects or parameter._backward_hooks:
             return False
+        if optimizer is None:
+            if parameter._post_accumulate_grad_hooks or not _may_add_to(parameter.grad):
+                return False
+        elif parameter.grad is not None or not optimizer.takes(parameter):
+            return False  # autograd adds it to the one that is there, and both are reduced then
         bucket = self._bucket_of[id(parameter)]
         if bucket.is_sent or id(parameter) in bucket.taken:
             return False
@@ -165,7 +179,11 @@ class GradientReducer:
         bucket = self._bucket_of[id(parameter)]
         if bucket.memory is None:
             self._give_memory(bucket)
-        torch.mul(gradient, 1.0 / self.world, out=bucket.part(parameter))
+        part, before = bucket.part(parameter), parameter.grad
+        if before is None:
+            torch.mul(gradient, 1.0 / self.world, out=part)
+        else:  # that of passes within no_sync
+            torch.add(before, gradient, out=part).mul_(1.0 / self.world)
         bucket.taken.add(id(parameter))
         self._go_on()
 
@@ -179,7 +197,10 @@ class GradientReducer:
         """Handle the gradient of this rank, which autograd has added to `parameter.grad`. None
         counts as zeros, because other ranks may have one."""
         has_gradient = updates.arrived(parameter)
-        if not self.expects or updates.was_taken(parameter):
+        if updates.was_taken(parameter):
+            self._graph_is_over(parameter)
+            return
+        if not self.expects:
             return
         bucket = self._bucket_of[id(parameter)]
         if bucket.is_sent or id(parameter) in bucket.taken:
@@ -191,6 +212,13 @@ class GradientReducer:
         self._begin()
         bucket.brought[id(parameter)] = parameter.grad if has_gradient else None
         self._go_on()
+
+    def _graph_is_over(self, parameter: torch.Tensor) -> None:
+        """Let the optimizer of a gradient that was taken begin, if it is reduced."""
+        optimizer = updates.optimizer_of(parameter)
+        if self._deferred.pop(id(parameter), False) and optimizer is not None:
+            optimizer.came(parameter)
+            updates.settled(parameter)
 
     # -- buckets -----------------------------------------------------------------------------------
 
@@ -254,14 +282,18 @@ class GradientReducer:
         for parameter in bucket.parameters:
             optimizer, reduced = updates.optimizer_of(parameter), bucket.part(parameter)
             gradient = bucket.brought.get(id(parameter))
+            deferred = id(parameter) in self._deferred
             if gradient is not None:
                 gradient.copy_(reduced)
-            elif optimizer is not None and optimizer.takes(parameter):
+            elif optimizer is not None and not deferred and optimizer.takes(parameter):
                 optimizer.take(parameter, reduced)
             else:
-                parameter.grad = reduced.clone()
-                gradient = parameter.grad
-            if gradient is not None and optimizer is not None:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter.detach())
+                gradient = parameter.grad.copy_(reduced)
+            if deferred:
+                self._deferred[id(parameter)] = True
+            elif gradient is not None and optimizer is not None:
                 optimizer.came(parameter)
             updates.settled(parameter)
         bucket.clear()
@@ -292,8 +324,7 @@ def bucket_bytes(parameters: Sequence[torch.Tensor], cap_bytes: int) -> int:
 
 def cut(parameters: Sequence[torch.Tensor], cap_bytes: int) -> list[Bucket]:
     """Cut the parameters, in reverse, into buckets of `cap_bytes` or one parameter."""
-    largest = max(p.nbytes for p in parameters)
-    least = max(SMALL_BYTES, largest * SMALL_SHARE)
+    least = large_from(parameters)
     large = [p for p in reversed(parameters) if p.nbytes >= least]
     small = [p for p in reversed(parameters) if p.nbytes < least]
     found: list[Bucket] = []
@@ -304,11 +335,21 @@ def cut(parameters: Sequence[torch.Tensor], cap_bytes: int) -> list[Bucket]:
     return found
 
 
+def large_from(parameters: Sequence[torch.Tensor]) -> float:
+    """Bytes from which on a parameter is large among these."""
+    return max(SMALL_BYTES, max(p.nbytes for p in parameters) * SMALL_SHARE)
+
+
 def _fits(parameter: torch.Tensor, bucket: Bucket, cap_bytes: int, least: float) -> bool:
     first = bucket.parameters[0]
     alike = first.dtype == parameter.dtype and first.device == parameter.device
     alike &= (first.nbytes < least) == (parameter.nbytes < least)
     return alike and bucket.nbytes + parameter.nbytes <= cap_bytes
+
+
+def _may_add_to(gradient: torch.Tensor | None) -> bool:
+    """True if autograd would add to this gradient in place."""
+    return gradient is None or (gradient.layout is torch.strided and not gradient.requires_grad)
 
 
 def _accumulator(parameter: torch.Tensor) -> torch.autograd.graph.Node:

@@ -37,18 +37,21 @@ def calling(graph: str, arguments: Sequence[object]) -> AbstractContextManager[N
 
 @dataclass(eq=False)
 class Offered:
-    """The fate of a gradient: kept in memory that the plan does not count, or taken (None)."""
+    """The fate of a gradient: kept for autograd, or taken (None)."""
 
     kept: torch.Tensor | None
 
 
-def _begin_call(positions: Sequence[int]) -> torch.Tensor:
+def _begin_call(
+    positions: Sequence[int], counted: bool = False, may_update: bool = True
+) -> torch.Tensor:
+    """See `updates.UpdateCall`."""
     bound = current(_Bound) or _Bound()
     parameters = [bound.arguments[i] for i in positions if i < len(bound.arguments)]
     tensors = [p for p in parameters if isinstance(p, torch.Tensor)]
     if len(tensors) < len(positions):
         raise OffloadError("A compiled forward was run apart from the function that was compiled.")
-    return tickets.issue_owned(updates.UpdateCall(bound.graph, tensors))
+    return tickets.issue_owned(updates.UpdateCall(bound.graph, tensors, counted, may_update))
 
 
 def _offer(
@@ -63,9 +66,13 @@ def _offer(
     entry = tickets.find(call, updates.UpdateCall)
     if updates.offer(entry, position, gradient):
         return tickets.issue_owned(Offered(None))
-    nbytes = gradient.numel() * gradient.element_size()
-    (flat,) = runtime_for(runtime).device.addressable([nbytes])
-    kept = _as_adopted(flat.view(gradient.dtype), size, stride).copy_(gradient)
+    if entry.counted:
+        flat = torch.empty(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    else:
+        nbytes = gradient.numel() * gradient.element_size()
+        (flat,) = runtime_for(runtime).device.addressable([nbytes])
+        flat = flat.view(gradient.dtype)
+    kept = _as_adopted(flat, size, stride).copy_(gradient)
     updates.returned(entry, position, kept)
     return tickets.issue_owned(Offered(kept))
 
@@ -85,7 +92,9 @@ def taken_or_kept(ticket: torch.Tensor) -> torch.Tensor | None:
     return kept
 
 
-def _fake_begin_call(positions: Sequence[int]) -> torch.Tensor:
+def _fake_begin_call(
+    positions: Sequence[int], counted: bool = False, may_update: bool = True
+) -> torch.Tensor:
     return tickets.fake_ticket()
 
 
@@ -100,7 +109,12 @@ def _fake_offer(
     return tickets.fake_ticket()
 
 
-begin_call = define("begin_call", "(int[] positions) -> Tensor", _begin_call, _fake_begin_call)
+begin_call = define(
+    "begin_call",
+    "(int[] positions, bool counted=False, bool may_update=True) -> Tensor",
+    _begin_call,
+    _fake_begin_call,
+)
 offer = define(
     "offer",
     "(Tensor call, Tensor gradient, int position, SymInt[] size, SymInt[] stride, str runtime)"

@@ -57,6 +57,17 @@ class Updater(Holder, Protocol):
         """Handle the end of a backward pass in which ranks have reduced all gradients."""
 
 
+class Reducer(Updater, Protocol):
+    """What reduces gradients over ranks during backward, and passes them on to optimizers."""
+
+    def wants_early(self, parameter: torch.Tensor) -> bool:
+        """True if the gradient had better be offered while backward runs: others wait for it."""
+
+    def defer(self, parameter: torch.Tensor) -> None:
+        """Let the optimizer of the gradient that comes next wait until the graph is over, which may
+        still read the weight."""
+
+
 @runtime_checkable
 class StatesOwner(Holder, Protocol):
     """An optimizer that may keep states on the device of its parameters, or beside it."""
@@ -87,10 +98,18 @@ class StatesOwner(Holder, Protocol):
 class UpdateCall:
     """One run of a compiled forward that may be followed by its backward."""
 
-    __slots__ = ("__weakref__", "graph", "parameters")
+    __slots__ = ("__weakref__", "counted", "graph", "may_update", "parameters")
 
-    def __init__(self, graph: str, parameters: Sequence[torch.Tensor]) -> None:
-        self.graph = graph
+    def __init__(
+        self,
+        graph: str,
+        parameters: Sequence[torch.Tensor],
+        counted: bool = False,
+        may_update: bool = True,
+    ) -> None:
+        """counted: the plan counts gradients after they were offered, too. may_update: backward no
+        longer reads a weight when it offers its gradient."""
+        self.graph, self.counted, self.may_update = graph, counted, may_update
         self.parameters = tuple(map(WeakTensor, parameters))
         for parameter in parameters:
             _known(parameter).calls.add(self)
@@ -104,15 +123,16 @@ class _Known:
     runtime: str | None = None
     updater: weakref.ref[Updater] | None = None
     #: reduces its gradient over ranks before the updater gets it
-    reducer: weakref.ref[Updater] | None = None
+    reducer: weakref.ref[Reducer] | None = None
     holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
     #: calls whose backward may still run
     calls: weakref.WeakSet[UpdateCall] = field(default_factory=weakref.WeakSet)
     #: backward pass in which its gradient was last taken, and the state of `.grad` after that
     taken_in: int = -1
     left: tuple[int, int] | None = None
-    #: graph, backward pass and memory of a gradient returned to autograd but not yet delivered
-    returned: tuple[str, int, torch.UntypedStorage] | None = None
+    #: graph, backward pass and memory of a gradient returned to autograd but not yet delivered; no
+    #: memory if autograd adds it to a gradient of an earlier pass
+    returned: tuple[str, int, torch.UntypedStorage | None] | None = None
     #: graphs that produce the whole gradient
     whole: set[str] = field(default_factory=set)
     #: offers since the last one that was taken
@@ -170,14 +190,14 @@ def runtime_key_of(parameter: torch.Tensor) -> str | None:
     return None if known is None else known.runtime
 
 
-def reduce_with(parameters: Iterable[torch.Tensor], reducer: Updater) -> None:
+def reduce_with(parameters: Iterable[torch.Tensor], reducer: Reducer) -> None:
     """Give gradients of these parameters to `reducer`, as long as it lives, which passes them on to
     their updaters."""
     for parameter in parameters:
         _known(parameter).reducer = weakref.ref(reducer)
 
 
-def reducer_of(parameter: torch.Tensor) -> Updater | None:
+def reducer_of(parameter: torch.Tensor) -> Reducer | None:
     """The reducer of the parameter's gradients over ranks during backward; None if there is
     none."""
     found = _find(parameter)
@@ -191,10 +211,9 @@ def optimizer_of(parameter: torch.Tensor) -> Updater | None:
 
 
 def updater_of(parameter: torch.Tensor) -> Updater | None:
-    """The updater to which a compiled graph offers the parameter's gradient: its optimizer during
-    backward, or the reducer through which the optimizer gets it. None if no optimizer wants it."""
-    optimizer = optimizer_of(parameter)
-    return None if optimizer is None else reducer_of(parameter) or optimizer
+    """The updater to which a compiled graph offers the parameter's gradient: what reduces it over
+    ranks during backward, or else its optimizer during backward. None if there is neither."""
+    return reducer_of(parameter) or optimizer_of(parameter)
 
 
 def advise(parameters: Iterable[torch.Tensor], by_device: bool) -> None:
@@ -247,6 +266,11 @@ def offer(call: UpdateCall, position: int, gradient: torch.Tensor) -> bool:
         return False
     if not _goes_to_grad(parameter) or not updater.takes(parameter):
         return False
+    reducer = reducer_of(parameter)
+    if not call.may_update:
+        if reducer is None:
+            return False
+        reducer.defer(parameter)
     known.refused = 0
     known.taken_in = _backward_pass()
     updater.take(parameter, gradient)
@@ -281,7 +305,7 @@ def returned(call: UpdateCall, position: int, gradient: torch.Tensor) -> None:
     parameter = call.parameters[position]()
     if parameter is not None and updater_of(parameter) is not None:
         # holding the memory keeps autograd from adding to it in place
-        given = gradient.untyped_storage()
+        given = gradient.untyped_storage() if parameter.grad is None else None
         _known(parameter).returned = (call.graph, _backward_pass(), given)
 
 
@@ -307,6 +331,8 @@ def arrived(parameter: torch.Tensor) -> bool:
     if mine is None or parameter.grad is None:
         return parameter.grad is not None
     graph, given_in, given = mine
+    if given is None:
+        return True
     same = parameter.grad.untyped_storage().data_ptr() == given.data_ptr()
     if same and given_in == number:
         known.whole.add(graph)

@@ -24,7 +24,15 @@ def found(*cases: str, world: int = 2) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
     """All cases of two ranks in one pair of processes: they import and compile much alike."""
-    return found("overlap", "plans_differ", "falls_back", "refuses", "in_flight")
+    return found(
+        "overlap",
+        "any_optimizer",
+        "accumulates",
+        "plans_differ",
+        "falls_back",
+        "refuses",
+        "in_flight",
+    )
 
 
 def test_updates_wait_for_the_bucket_and_not_for_the_end_of_backward(
@@ -36,9 +44,28 @@ def test_updates_wait_for_the_bucket_and_not_for_the_end_of_backward(
             assert (run["moved_bytes"] > 0) == (budget != "1GiB"), budget
             assert run["in_backward"] == PARAMETERS
             assert 0 < run["most_bytes"] <= run["limit_bytes"]
-        # graphs that move tensors hand over the large gradients, and autograd the small ones
-        assert run["from_graphs"] == LARGE
-        assert 0 < run["sent_inside"] < run["sent"]
+            # graphs hand over the large gradients, and autograd the small ones
+            assert run["from_graphs"] == LARGE
+            assert 0 < run["sent_inside"] < run["sent"]
+
+
+def test_gradients_are_reduced_while_backward_runs_whoever_updates(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for rank in two_ranks:
+        for budget, run in rank["any_optimizer"].items():
+            assert run["equal"], budget
+            assert 0 < run["most_bytes"] <= run["limit_bytes"], budget
+            assert 0 < run["sent_inside"] < run["sent"], budget
+
+
+def test_the_sum_of_several_batches_is_reduced_while_the_last_is_computed(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for rank in two_ranks:
+        for name, run in rank["accumulates"].items():
+            assert run["equal"], name
+            assert run["hooked"] or run["sent_inside"] > 0, name
 
 
 def test_ranks_with_other_plans_or_hooks_do_as_ddp_does(two_ranks: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -154,6 +155,57 @@ def overlap() -> dict[str, Any]:
     return found
 
 
+def any_optimizer() -> dict[str, Any]:
+    """Updates of torch's optimizer, after backward, at each budget."""
+    found: dict[str, Any] = {}
+    for memory in (AMPLE, MIDDLING, MINIMUM):
+        watched = Watched()
+        digest, ddp, _ = run(memory, bucket_cap_mb=1)
+        limit_bytes = ddp.reducer.held_bytes()
+        equal = digest == plain_digest()
+        found[memory] = watched.close() | {"equal": equal, "limit_bytes": limit_bytes}
+    return found
+
+
+def _accumulated(memory: str | None, hooked: bool, sets_to_none: bool) -> tuple[list[float], str]:
+    """Train on three batches a step, of which the last alone is reduced. `hooked`: a hook looks at
+    the gradient of a large weight. Returns what it has seen, and a digest of the weights."""
+    torch._dynamo.reset()
+    model = seeded(Stack)
+    ddp = DistributedDataParallel(compiled(model, memory), bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    seen: list[float] = []
+
+    def look(weight: Tensor) -> None:
+        assert weight.grad is not None
+        seen.append(float(weight.grad.double().sum()))
+
+    if hooked:
+        model.blocks[0].up.weight.register_post_accumulate_grad_hook(look)
+    for step in range(STEPS):
+        for part in range(3):
+            with ddp.no_sync() if part < 2 else nullcontext():
+                ddp(batch(3 * step + part)).pow(2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=sets_to_none)
+    bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
+    return seen, hashlib.sha256(bits).hexdigest()
+
+
+def accumulates() -> dict[str, Any]:
+    """Gradients of several batches, whose sum is reduced while the last of them is computed."""
+    found: dict[str, Any] = {}
+    for hooked, sets_to_none in ((False, True), (False, False), (True, True)):
+        plain = _accumulated(None, hooked, sets_to_none)
+        for memory in (AMPLE, MIDDLING):
+            watched = Watched()
+            equal = _accumulated(memory, hooked, sets_to_none) == plain
+            name = f"{memory}, {hooked}, {sets_to_none}"
+            found[name] = watched.close() | {"equal": equal, "hooked": hooked}
+    return found
+
+
 def plans_differ() -> dict[str, Any]:
     """Each rank has a budget, and so a plan, of its own."""
     plain = plain_digest()
@@ -232,7 +284,17 @@ def in_flight() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    case.__name__: case for case in (overlap, plans_differ, budgets, falls_back, refuses, in_flight)
+    case.__name__: case
+    for case in (
+        overlap,
+        any_optimizer,
+        accumulates,
+        plans_differ,
+        budgets,
+        falls_back,
+        refuses,
+        in_flight,
+    )
 }
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.device.owners import device_bytes
 from offcompile.runtime.moves.weights import is_on_host
-from offcompile.runtime.states.updates import updater_of
+from offcompile.runtime.states.updates import optimizer_of
 
 
 class ParameterMemory:
@@ -122,7 +122,7 @@ class ParameterMemory:
         self.weight[key], self._standing[key] = weight, standing
         comes = parameter.requires_grad and key not in self._leaving
         if comes and not weight:  # an optimizer takes the gradient of a hosted weight at once
-            comes = updater_of(parameter) is None
+            comes = optimizer_of(parameter) is None
         self.coming[key] = max(0, self._seen[key] - standing) if comes else 0
         self._total += weight + standing
 

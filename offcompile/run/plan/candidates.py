@@ -170,7 +170,7 @@ def masks_as_bits(planner: GraphPlanner, traced: Traced) -> Candidate | None:
 def moved(planner: GraphPlanner, traced: Traced, share: float = 1.0) -> Candidate:
     """Move tensors until the step fits, and offer gradients to the optimizer that updates during
     backward, if there is one. Always applies. `share`: of the usual time to search."""
-    source, updated = planner.source, planner.request.updated
+    source, updated = planner.source, planner.request.taken.updated
     without: frozenset[str] = frozenset()
     while updated and not traced.fits:
         offers = source.with_offers(traced.graphs, traced.plain, updated, without)

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from offcompile.graph.graphs import Graphs
-from offcompile.graph.lowering.order import pin_order
 from offcompile.graph.lowering.rewrite import Rewritten, rewrite
 from offcompile.graph.update_advice import advice
 from offcompile.ir import OffloadError, Plan, Problem
@@ -48,9 +47,6 @@ def carry_out(
         found.source.target.runtime.key,
         exact,
     )
-    if not exact:
-        for _, module in made.graphs:
-            pin_order(module)
     return made, placement
 
 

@@ -76,6 +76,16 @@ class FreeStates:
 
 
 @dataclass(frozen=True)
+class TakenGradients:
+    """Arguments whose gradients are taken while backward runs."""
+
+    #: by an optimizer, which updates them
+    updated: frozenset[int] = frozenset()
+    #: by what reduces them over ranks, and wants them early
+    reduced: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class PlanRequest:
     """Asks for a plan of one graph."""
 
@@ -93,15 +103,14 @@ class PlanRequest:
     rival: Rival = NO_RIVAL
     #: a plan to reuse if the problem is the one that it was made for
     settled: Settled | None = None
-    #: arguments that an optimizer updates during backward
-    updated: frozenset[int] = frozenset()
+    taken: TakenGradients = TakenGradients()
     #: parameters that stay on the device because others share their memory
     fixed: frozenset[int] = frozenset()
     #: symbol → the value that the plan is made for
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     #: states of the optimizers that may live on the device or beside it; None: their place is known
     states: FreeStates | None = None
-    #: share of the weights on the host that the device updates there, of those that `updated` names
+    #: share of the weights on the host that the device updates there, of those in `taken.updated`
     updated_there: float = 0.0
     #: bytes of the budget that another of the ranks that plan together does not have, or that runs
     #: took beyond what was planned

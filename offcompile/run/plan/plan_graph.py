@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from offcompile.graph.graphs import Graphs
+from offcompile.graph.lowering.order import pin_order
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
 from offcompile.graph.weight_placement import Choice
@@ -98,6 +99,10 @@ def plan_graph(
     made, placement = None, unplaced(facts)
     if not decided.fits:
         made, placement = carry_out(facts, name, found, verified)
+    carried, offered = _offering(found, request, found.graphs if made is None else made.graphs)
+    if options.lowering == "inductor" and carried is not given:
+        for _, module in carried:
+            pin_order(module)
     tensors = annotated.problem.tensors if made is not None else ()
     packable = frozenset(t.id for t in tensors if t.kind == "activation" and not t.pinned)
     planned = Planned(
@@ -112,15 +117,14 @@ def plan_graph(
         weights,
         () if made is None else tuple(s if s in packable else None for s in made.saved),
         packable,
-        None if found.offers is None else found.offers.outputs,
+        offered,
         clock,
         recorder,
         verifying,
     )
-    graphs = None if found.graphs is given else found.graphs
     if made is not None:
-        graphs = made.graphs
         reserve(planned)
+    graphs = None if carried is given else carried
     remember(report)
     said = Compilation(
         report,
@@ -133,6 +137,22 @@ def plan_graph(
     if options.dump is not None:
         dump(options.dump, name, said)
     return planned, graphs
+
+
+def _offering(
+    found: Candidate, request: PlanRequest, carried: Graphs
+) -> tuple[Graphs, tuple[int, ...] | None]:
+    """Return graphs that carry out the plan and hand over gradients early, if anybody wants them;
+    and the outputs of backward that do. None if nothing is handed over."""
+    if found.offers is not None:
+        return carried, found.offers.outputs
+    wanted, source, annotated = request.taken.reduced, found.source, found.choice.annotated
+    if not wanted or source.options.verify:
+        return carried, None
+    offers = source.with_early_gradients(carried, found.graphs, annotated, wanted)
+    if offers is None:
+        return carried, None
+    return offers.graphs, offers.outputs
 
 
 def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:

@@ -338,7 +338,7 @@ class PlacementSearch:
         if planned or self.in_place is None:
             return 0.0
         request = self.planner.request
-        share = request.updated_there if request.updated else 1.0
+        share = request.updated_there if request.taken.updated else 1.0
         if self.planner.source.target.device.type == "cpu":
             return 0.0
         trained = {names.get(t.id) for t in tensors if t.kind == "gradient"}

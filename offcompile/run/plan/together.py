@@ -66,7 +66,7 @@ def _settings(source: ProblemSource, request: PlanRequest) -> tuple[object, ...]
         FORMAT,
         *asked,
         tuple(request.kind),
-        sorted(request.updated),
+        sorted(request.taken.updated),
         sorted(request.fixed),
     )
 
@@ -163,7 +163,7 @@ def taken(
         source = source.estimated(graphs, planner.tell)
     plain, offers = source.problem(graphs), None
     if rewrites.withheld is not None:
-        updated = planner.request.updated
+        updated = planner.request.taken.updated
         offers = source.with_offers(graphs, plain, updated, rewrites.withheld)
         if offers is None:
             raise NotHere("it updates weights in backward that are not found here")

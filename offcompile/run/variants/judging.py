@@ -93,7 +93,7 @@ def _without_refused(plans: Plans, variant: Variant, call: Call) -> Variant:
     """On a device, return a plan without the offers that are always refused, as where a graph runs
     twice before one backward: each costs a copy to the host."""
     on_cpu = plans.facts.target.device.type == "cpu"
-    refused = [i for i in plans.updated if is_refused(call.args[i])]
+    refused = [i for i in plans.taken.updated if is_refused(call.args[i])]
     if on_cpu or not refused:
         return variant
     plans.look_at_weights(call)

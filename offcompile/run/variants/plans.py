@@ -31,6 +31,7 @@ from offcompile.run.plan.contract import (
     PlanKind,
     Planned,
     PlanRequest,
+    TakenGradients,
 )
 from offcompile.run.ranks.agreement import Agreement
 from offcompile.run.ranks.meeting import Meeting
@@ -41,7 +42,8 @@ from offcompile.runtime.states.updates import (
     Updater,
     holders_of,
     is_refused,
-    updater_of,
+    optimizer_of,
+    reducer_of,
 )
 
 
@@ -152,8 +154,7 @@ class Plans:
     variants: list[Variant] = field(default_factory=list)
     #: kinds found infeasible
     in_vain: set[PlanKind] = field(default_factory=set)
-    #: arguments that an optimizer updates during backward
-    updated: frozenset[int] = frozenset()
+    taken: TakenGradients = field(default_factory=TakenGradients)
     #: bytes of the budget that plans leave free, because runs took them beyond what was planned
     lacking_bytes: int = 0
     #: bytes of the copies of inputs and outputs that a captured step has
@@ -195,7 +196,7 @@ class Plans:
             self.host_held(call),
             explains,
             settled=settled,
-            updated=self.updated,
+            taken=self.taken,
             fixed=self.fixed.indices,
             sizes=sizes,
             lacking_bytes=self.lacking_bytes + self.copies_bytes,
@@ -253,16 +254,23 @@ class Plans:
         return [h for h in holders_of(weights) if isinstance(h, StatesOwner)]
 
     def look_at_weights(self, call: Call) -> None:
-        """Note which weights an optimizer updates during backward, and which must not leave."""
+        """Note whose gradients are taken during backward, and which weights must not leave."""
         indices = self.facts.parameters
         on_cpu = self.facts.target.device.type == "cpu"
-        updaters = {i: updater_of(call.args[i]) for i in indices}
+        optimizers = {i: optimizer_of(call.args[i]) for i in indices}
         # a gradient that a device keeps for later, or that is refused, would be in no plan
-        self.updated = frozenset(
+        updated = frozenset(
             i
-            for i, found in updaters.items()
+            for i, found in optimizers.items()
             if found is not None and (on_cpu or _is_taken(found, call.args[i]))
         )
+        reducers = {i: reducer_of(call.args[i]) for i in indices}
+        reduced = frozenset(
+            i
+            for i, found in reducers.items()
+            if found is not None and found.wants_early(call.args[i])
+        )
+        self.taken = TakenGradients(updated, reduced)
         self.fixed.look(call.args, sorted(indices))
 
     def without_fixed(self, variant: Variant, call: Call) -> Variant:
