@@ -61,14 +61,15 @@ class Offers:
 
 @dataclass(frozen=True)
 class _Offered:
-    """One weight: its argument, the output index of its gradient, and the node to offer after."""
+    """One weight: its argument, the output index of its gradient, and the node to offer after
+    (None: at once, since no update follows)."""
 
     weight: fx.Node
     argument: int
     storage: str
     output: int
     gradient: fx.Node
-    after: fx.Node
+    after: fx.Node | None
 
 
 def with_offers(
@@ -114,7 +115,7 @@ def with_early_gradients(
     for o in _offered(given, annotated, wanted):
         gradient = outputs[o.output]
         if isinstance(gradient, fx.Node) and gradient.name == o.gradient.name:
-            found.append(o if planned is given else replace(o, after=o.gradient))
+            found.append(o if planned is given else replace(o, after=None))
     if not found:
         return None
     arguments = [o.argument for o in found]
@@ -209,9 +210,9 @@ def _backward(
             list(value.stride()),
             runtime,
         )
-        if o.after is o.gradient:
-            _early(new[o.gradient.name])
-        with graph.inserting_after(new[o.after.name]):
+        if o.after is None:
+            _made_early(new[o.gradient.name])
+        with graph.inserting_after(new[(o.after or o.gradient).name]):
             node = graph.call_function(update_ops.offer, args)
         node.meta["val"] = call.meta["val"].clone()
         outputs[o.output] = node
@@ -220,7 +221,7 @@ def _backward(
     return closed(module), names
 
 
-def _early(node: fx.Node) -> None:
+def _made_early(node: fx.Node) -> None:
     """Move a view of a new tensor behind the op that makes it, if it needs nothing else but
     arguments: rewritten graphs make views of what they return at their end."""
     views = [node]

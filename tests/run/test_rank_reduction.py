@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.long,
 ]
 
-PARAMETERS, LARGE = 2 + 2 * 6, 1 + 2 * 2
+PARAMETERS, LARGE = 2 + 2 * 5, 1 + 2 * 2
 
 
 def found(*cases: str, world: int = 2) -> list[dict[str, Any]]:
