@@ -200,6 +200,7 @@ class GradientReducer:
         if updates.was_taken(parameter):
             self._graph_is_over(parameter)
             return
+        self._deferred.pop(id(parameter), None)  # of a pass that was given up
         if not self.expects:
             return
         bucket = self._bucket_of[id(parameter)]
