@@ -216,7 +216,8 @@ its defaults, around a compiled model; AdamW.
 ## {large}
 
 {weights:,.0f} MiB of weights. Where offcompile compiles, a rank gets two thirds of what it holds
-under plain DDP: {budget:,.0f} MiB. AdamW is torch's fused one, or `offcompile.optim.AdamW` with
+under plain DDP. Of this its budget is what AdamW's states leave, which do not count against it
+(with shared states {budget:,.0f} MiB). AdamW is torch's fused one, or `offcompile.optim.AdamW` with
 `overlap=True`, which updates a weight while backward goes on, once ranks have reduced its gradient.
 
 {memory_rows}
