@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weights_runs import clean_slate, on_host, seeded
 
 import offcompile
+from offcompile.backend import compile_graph
 
 WIDTH = 64
 OPTIONS = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}
@@ -138,26 +139,33 @@ def test_fsdp2_keeps_its_parameters(way: str) -> None:
             assert not report.fits
 
 
-def replicated(memory: str | None, **settings: Any) -> list[Tensor]:
+def replicated(memory: str | None, cut: bool = False, **settings: Any) -> list[Tensor]:
+    """Train a model of more than one bucket; `cut`: behind a function that torch does not know to
+    be offcompile, so that DDPOptimizer cuts the graph."""
     torch._dynamo.reset()
-    width = 192  # more than one bucket, so that DDPOptimizer cuts the graph
+    width = 192
     model = seeded(lambda: Stack(width))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1, **settings)
-    found = train(torch.compile(wrapped, **how(memory)), model, width)
+    found_by = how(memory)
+    if cut and memory is not None:
+        found_by = {"backend": partial(compile_graph, options=found_by["options"])}
+    found = train(torch.compile(wrapped, **found_by), model, width)
     if memory == "minimum":
         assert on_host(model)
     return found
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("views", some([False, True], True))
-def test_ddp_with_its_optimizer(views: bool) -> None:
+def test_ddp_with_its_optimizer(views: bool, cut: bool) -> None:
     assert torch._dynamo.config.optimize_ddp
     expected = replicated(None, gradient_as_bucket_view=views)
-    before = len(offcompile.reports())
     for memory in ("minimum", "24MiB"):
-        found = replicated(memory, gradient_as_bucket_view=views)
+        before = len(offcompile.reports())
+        found = replicated(memory, cut, gradient_as_bucket_view=views)
         assert all(map(torch.equal, found, expected)), memory
-    assert len(offcompile.reports()) - before >= 4  # parts of it, each planned by itself
+        graphs = {r.name.partition(",")[0] for r in offcompile.reports()[before:]}
+        assert (len(graphs) > 1) == cut  # parts of it, each planned by itself
 
 
 def test_one_rank_asks_nothing_of_the_store(store: ListeningStore) -> None:

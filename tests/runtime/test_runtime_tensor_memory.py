@@ -259,6 +259,32 @@ print(most / MIB, h.trims - before, h.trim_ns > 0)
     assert 1 <= int(trims) <= 24 and timed == "True"
 
 
+def test_native_code_looks_until_there_is_something_to_do(forked: Forked) -> None:
+    code = """
+import threading
+h = heap()
+h.prepare()
+here, limit = h.resident_bytes(), 1 << 40
+h.guard.limit(limit, h._statm)
+
+def seen_until(beyond_bytes, change):
+    seen = []
+    arguments = limit, beyond_bytes, 1e9
+    looking = threading.Thread(target=lambda: seen.append(h.guard.watch(*arguments)))
+    looking.start()
+    changed = change()
+    looking.join()
+    return seen[0] - here
+
+held = seen_until(here // 2, lambda: None)
+grown = seen_until(here + 64 * MIB, lambda: torch.ones(32 * MIB))
+free = seen_until(here + 1024 * MIB, lambda: h.guard.limit(None, h._statm))
+gone = seen_until(here // 2, lambda: None) + here
+print(held < 64 * MIB, grown > 64 * MIB, free < 256 * MIB, gone == 0)
+"""
+    assert set(forked(code).split()) == {"True"}
+
+
 def test_between_steps_nothing_goes_back(forked: Forked) -> None:
     code = (
         LIMITED

@@ -157,15 +157,19 @@ def overlap() -> dict[str, Any]:
     return found
 
 
+def graphs() -> int:
+    """How many graphs were compiled so far: names of later plans begin with their graph's."""
+    return len({report.name.partition(",")[0] for report in offcompile.reports()})
+
+
 def any_optimizer() -> dict[str, Any]:
     """Updates of torch's optimizer, after backward, at each budget."""
     found: dict[str, Any] = {}
     for memory in (AMPLE, MIDDLING, MINIMUM):
-        watched = Watched()
+        watched, known = Watched(), graphs()
         digest, ddp, _ = run(memory, bucket_cap_mb=1)
-        limit_bytes = ddp.reducer.held_bytes()
-        equal = digest == plain_digest()
-        found[memory] = watched.close() | {"equal": equal, "limit_bytes": limit_bytes}
+        result = {"limit_bytes": ddp.reducer.held_bytes(), "graphs": graphs() - known}
+        found[memory] = watched.close() | result | {"equal": digest == plain_digest()}
     return found
 
 
@@ -223,9 +227,10 @@ def budgets() -> dict[str, Any]:
 
 def falls_back() -> dict[str, Any]:
     """One rank has a communication hook: all leave the gradients to DDP."""
-    plain = plain_digest()
+    plain, known = plain_digest(), graphs()
     digest, ddp, _ = run(MIDDLING, hook=dist.get_rank() == 1)
-    return {"equal": digest == plain, "reducer": type(ddp.reducer).__name__}
+    done = type(ddp.reducer).__name__, graphs() - known
+    return {"equal": digest == plain, "reducer": done[0], "graphs": done[1]}
 
 
 def refuses() -> dict[str, Any]:

@@ -90,6 +90,16 @@ def reduce_in_backward() -> None:
         )
 
 
+def reduces_in_backward() -> bool:
+    """True if the DDP module whose forward is running need not reduce any gradients itself."""
+    reduce_in_backward()
+    ddp = running_replica()
+    if ddp is None or not torch.is_grad_enabled():
+        return True
+    alone = torch.distributed.get_world_size(ddp.process_group) == 1
+    return alone or isinstance(ddp.reducer, InPlaceOfDDPs)
+
+
 def _obstacle(ddp: Any) -> str | None:
     """Say why DDP has to reduce the gradients of this module itself; None: it need not."""
     trained = [p for p in ddp._module_parameters if p.requires_grad]

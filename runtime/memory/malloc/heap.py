@@ -53,6 +53,12 @@ class Guard(Protocol):
 
     def trim_ns(self) -> int: ...
 
+    def watch(self, limit_bytes: int, beyond_bytes: int, seconds: float) -> int:
+        """Look as often as `Heap` would, in native code, for at most `seconds`: until the process
+        holds more than `beyond_bytes`, or the limit is no longer `limit_bytes`, or the heap has
+        another end. Returns the most bytes seen, 0 if it did not look."""
+        ...
+
 
 def address_space_is_limited() -> bool:
     """True if a limit counts memory once it is mapped, and not only once it has pages."""
@@ -200,10 +206,7 @@ class Heap:
         if limit is None or os.getpid() != self.pid:
             return float("inf")
         held = self.resident_bytes()
-        of_budget = self._budget_bytes - (limit - held)
-        if of_budget > self.peak_bytes:
-            self.peak_bytes = of_budget
-            self.waste_bytes = self._hole_bytes(held)
+        self._note(held, self._budget_bytes - limit)
         # if the footprint has grown little since the last trim, there is little to return
         margin = MARGIN_BYTES if self.guard is None else 0
         worth = max(limit - margin, self._left_bytes + MARGIN_BYTES)
@@ -217,18 +220,30 @@ class Heap:
             self._limit(left)
         return 0.0
 
+    def _note(self, held_bytes: int, of_budget_bytes: int) -> None:
+        """Note what the process holds; `of_budget_bytes` more of it count against the budget."""
+        if held_bytes + of_budget_bytes > self.peak_bytes:
+            self.peak_bytes = held_bytes + of_budget_bytes
+            self.waste_bytes = self._hole_bytes(held_bytes)
+
     def _watch(self) -> None:
         assert self._malloc is not None
         while True:
             self._changed.wait()
             self._malloc.use_huge_pages()
+            limit, budget_bytes = self._limit_bytes, self._budget_bytes
             room = self.check()
-            if room == float("inf"):
+            if room == float("inf") or limit is None:
                 self._changed.clear()
                 if self._limit_bytes is not None:  # set again meanwhile
                     self._changed.set()
-                continue
-            time.sleep(min(max(room / FASTEST_BYTES_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S))
+            elif self.guard is None:
+                time.sleep(min(max(room / FASTEST_BYTES_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S))
+            else:
+                # looking every 2 ms in Python takes the time of 3% of a core
+                beyond_bytes = self.resident_bytes() + int(room)
+                most_bytes = self.guard.watch(limit, beyond_bytes, LONGEST_LOOK_S)
+                self._note(most_bytes, budget_bytes - limit)
 
     def trim(self) -> None:
         if self._malloc is not None:

@@ -19,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <thread>
 
 namespace {
 
@@ -29,6 +30,8 @@ constexpr std::size_t kAddresses = std::size_t{1} << 47;
 constexpr std::size_t kLarge = 256 << 10;       // smaller blocks are left to who looks now and then
 constexpr std::int64_t kWorth = 1 << 20;        // that much has to have come since free pages went
 constexpr std::int64_t kNone = -1;
+constexpr double kFastest = 4e9;                // bytes a second that a process may touch anew
+constexpr double kShortest = 2e-3;              // seconds between two looks
 const std::int64_t kPage = sysconf(_SC_PAGESIZE);
 
 // The most that the process may hold. A block that was just taken is not touched yet, so this is
@@ -58,6 +61,21 @@ class Limit {
       left_ = held = resident();
     }
     spare_ = limit - held - more;
+  }
+
+  // Looks for at most `seconds`, until the process holds more than `beyond_bytes`, or the heap has
+  // another end, or the limit is no longer `limit_bytes`. Returns the most that the process held.
+  std::int64_t watch(std::int64_t limit_bytes, std::int64_t beyond_bytes, double seconds) const {
+    const void* end = sbrk(0);
+    std::int64_t most = 0;
+    while (most <= beyond_bytes && seconds > 0 && limit_ == limit_bytes && sbrk(0) == end) {
+      most = std::max(most, resident());
+      const double room = static_cast<double>(beyond_bytes - most);
+      const double look = std::min(std::max(room / kFastest, kShortest), seconds);
+      std::this_thread::sleep_for(std::chrono::duration<double>(look));
+      seconds -= look;
+    }
+    return most;
   }
 
   std::atomic<std::int64_t> trims{0}, trim_ns{0};
@@ -157,6 +175,11 @@ extern "C" void offcompile_use_plain_blocks() {
 
 // The most that the process may hold; -1: no limit. `statm`: its /proc/self/statm, opened.
 extern "C" void offcompile_limit(std::int64_t nbytes, int statm) { limit().set(nbytes, statm); }
+
+extern "C" std::int64_t offcompile_watch(std::int64_t limit_bytes, std::int64_t beyond_bytes,
+                                         double seconds) {
+  return limit().watch(limit_bytes, beyond_bytes, seconds);
+}
 
 extern "C" std::int64_t offcompile_trims() { return limit().trims; }
 extern "C" std::int64_t offcompile_trim_ns() { return limit().trim_ns; }

@@ -110,6 +110,8 @@ class _Guard:
         library.offcompile_limit.restype = None
         for count in (library.offcompile_trims, library.offcompile_trim_ns):
             count.restype = ctypes.c_int64
+        library.offcompile_watch.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double)
+        library.offcompile_watch.restype = ctypes.c_int64
 
     def limit(self, nbytes: int | None, statm: int) -> None:
         self._library.offcompile_limit(_NO_LIMIT if nbytes is None else nbytes, statm)
@@ -119,3 +121,6 @@ class _Guard:
 
     def trim_ns(self) -> int:
         return int(self._library.offcompile_trim_ns())
+
+    def watch(self, limit_bytes: int, beyond_bytes: int, seconds: float) -> int:
+        return int(self._library.offcompile_watch(limit_bytes, beyond_bytes, seconds))

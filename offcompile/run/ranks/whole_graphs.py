@@ -1,0 +1,42 @@
+"""Keeps torch from cutting graphs whose gradients are reduced while backward runs.
+
+A compiled backward hands DDP all of its gradients when it is over. So torch's DDPOptimizer cuts the
+graph of a DDP module into one for each bucket, and DDP reduces a bucket while the graph before it
+runs. Where offcompile reduces gradients itself, it needs no such parts, and loses by them: none of
+their plans sees the others' tensors, and holes between tensors that outlive a part cost time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .reduction import reduces_in_backward
+
+#: attributes in which torch's wrappers keep the backend that they wrap
+_WRAPPED = ("_torchdynamo_orig_backend", "compiler_fn")
+
+
+def keep_graphs_whole(backend: object) -> None:
+    """Let DDPOptimizer pass on whole graphs to `backend` where DDP does not reduce gradients."""
+    if not torch.distributed.is_available():
+        return
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    cutting: Any = DDPOptimizer.compile_fn
+
+    @functools.wraps(cutting)
+    def compile_fn(self: Any, *graph: Any, **configs: Any) -> Any:
+        if _is_for(self.backend_compile_fn, backend) and reduces_in_backward():
+            return self.backend_compile_fn(*graph, **configs)
+        return cutting(self, *graph, **configs)
+
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
+
+
+def _is_for(compile_fn: object, backend: object) -> bool:
+    """True if `compile_fn` is `backend`, as torch wraps it."""
+    wrapped = [getattr(compile_fn, name) for name in _WRAPPED if hasattr(compile_fn, name)]
+    return compile_fn is backend or any(_is_for(inner, backend) for inner in wrapped)
