@@ -61,6 +61,7 @@ def ahead(batch: int, optimizer: str | None = None) -> Ahead:
     return Ahead.of(request(batch, optimizer), quiet)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [None, "adamw"])
 @pytest.mark.parametrize("ranks", [None, RankRequest.read(2, "ddp")], ids=["alone", "two ranks"])
 def test_a_second_batch_is_what_tracing_it_twice_gives(

@@ -98,6 +98,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_kernels_give_the_reference_s_bits(outcomes: dict[str, str | None]) -> None:
     assert set(outcomes) == set(CASES)

@@ -123,6 +123,7 @@ def check_trained(rank: dict[str, Any], most: float) -> None:
         assert 0 < found["updated"] < found["of"], case
 
 
+@pytest.mark.long
 @on_ranks
 def test_two_ranks_train_as_without_and_keep_half_of_the_states() -> None:
     ranks = run([*TRAINED, "disk"])

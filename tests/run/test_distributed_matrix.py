@@ -23,6 +23,7 @@ def check(cells: Sequence[Cell]) -> None:
                 assert found["changed"] and found["bytes_out"], f"{cell.name}: nothing has moved"
 
 
+@pytest.mark.long
 def test_a_handful_of_the_matrix() -> None:
     check(FEW)
 
