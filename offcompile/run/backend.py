@@ -35,8 +35,7 @@ def compile_graph(
     try:
         return _compile(gm, example_inputs, options, mode, agreement)
     except OffloadError as error:
-        # Dynamo would wrap it; raised by the call, it reaches the user unwrapped
-        return _refusal(process.raised(error), agreement)
+        return refusal(process.raised(error), agreement)
 
 
 def _refuse_other_systems() -> None:
@@ -48,7 +47,9 @@ def _refuse_other_systems() -> None:
         )
 
 
-def _refusal(error: OffloadError, agreement: Agreement) -> Callable[..., Any]:
+def refusal(error: OffloadError, agreement: Agreement) -> Callable[..., Any]:
+    """Return a call that raises `error`: raised while compiling, Dynamo would wrap it."""
+
     def refuse(*args: Any) -> Any:
         agreement.refused(error)
         raise process.raised(error)

@@ -9,18 +9,28 @@ their plans sees the others' tensors, and holes between tensors that outlive a p
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
+from offcompile.ir import OffloadError
+
+from .agreement import Agreement
 from .reduction import reduces_in_backward
 
 #: attributes in which torch's wrappers keep the backend that they wrap
 _WRAPPED = ("_torchdynamo_orig_backend", "compiler_fn")
 
 
-def keep_graphs_whole(backend: object) -> None:
-    """Let DDPOptimizer pass on whole graphs to `backend` where DDP does not reduce gradients."""
+def keep_graphs_whole(
+    backend: object, refusal: Callable[[OffloadError, Agreement], Callable[..., Any]]
+) -> None:
+    """Let DDPOptimizer pass on whole graphs to `backend` where DDP does not reduce gradients.
+
+    refusal: makes what to return in place of a compiled graph, if a rank is gone.
+    """
     if not torch.distributed.is_available():
         return
     from torch._dynamo.backends.distributed import DDPOptimizer
@@ -28,10 +38,14 @@ def keep_graphs_whole(backend: object) -> None:
     cutting: Any = DDPOptimizer.compile_fn
 
     @functools.wraps(cutting)
-    def compile_fn(self: Any, *graph: Any, **configs: Any) -> Any:
-        if _is_for(self.backend_compile_fn, backend) and reduces_in_backward():
-            return self.backend_compile_fn(*graph, **configs)
-        return cutting(self, *graph, **configs)
+    def compile_fn(self: Any, gm: fx.GraphModule, *inputs: Any, **configs: Any) -> Any:
+        try:
+            whole = _is_for(self.backend_compile_fn, backend) and reduces_in_backward()
+        except OffloadError as error:
+            return refusal(error, Agreement.on(gm))
+        if whole:
+            return self.backend_compile_fn(gm, *inputs, **configs)
+        return cutting(self, gm, *inputs, **configs)
 
     DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
 
