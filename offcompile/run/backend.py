@@ -35,7 +35,7 @@ def compile_graph(
     try:
         return _compile(gm, example_inputs, options, mode, agreement)
     except OffloadError as error:
-        return refusal(process.raised(error), agreement)
+        return refusal(error, agreement)
 
 
 def _refuse_other_systems() -> None:
@@ -49,10 +49,11 @@ def _refuse_other_systems() -> None:
 
 def refusal(error: OffloadError, agreement: Agreement) -> Callable[..., Any]:
     """Return a call that raises `error`: raised while compiling, Dynamo would wrap it."""
+    kept = process.raised(error)  # without the traceback, which holds the model
 
     def refuse(*args: Any) -> Any:
-        agreement.refused(error)
-        raise process.raised(error)
+        agreement.refused(kept)
+        raise process.raised(kept)
 
     return refuse
 

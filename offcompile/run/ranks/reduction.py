@@ -90,14 +90,14 @@ def reduce_in_backward() -> None:
         )
 
 
-def reduces_in_backward() -> bool:
-    """True if the DDP module whose forward is running need not reduce any gradients itself."""
+def ddp_reduces() -> bool:
+    """True if DDP itself is to reduce the gradients of the module whose forward is running."""
     reduce_in_backward()
     ddp = running_replica()
     if ddp is None or not torch.is_grad_enabled():
-        return True
+        return False
     alone = torch.distributed.get_world_size(ddp.process_group) == 1
-    return alone or isinstance(ddp.reducer, InPlaceOfDDPs)
+    return not alone and not isinstance(ddp.reducer, InPlaceOfDDPs)
 
 
 def _obstacle(ddp: Any) -> str | None:

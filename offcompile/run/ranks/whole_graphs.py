@@ -18,7 +18,7 @@ from torch import fx
 from offcompile.ir import OffloadError
 
 from .agreement import Agreement
-from .reduction import reduces_in_backward
+from .reduction import ddp_reduces
 
 #: attributes in which torch's wrappers keep the backend that they wrap
 _WRAPPED = ("_torchdynamo_orig_backend", "compiler_fn")
@@ -27,7 +27,7 @@ _WRAPPED = ("_torchdynamo_orig_backend", "compiler_fn")
 def keep_graphs_whole(
     backend: object, refusal: Callable[[OffloadError, Agreement], Callable[..., Any]]
 ) -> None:
-    """Let DDPOptimizer pass on whole graphs to `backend` where DDP does not reduce gradients.
+    """Let DDPOptimizer give `backend` whole graphs where DDP does not reduce gradients itself.
 
     refusal: makes what to return in place of a compiled graph, if a rank is gone.
     """
@@ -40,7 +40,7 @@ def keep_graphs_whole(
     @functools.wraps(cutting)
     def compile_fn(self: Any, gm: fx.GraphModule, *inputs: Any, **configs: Any) -> Any:
         try:
-            whole = _is_for(self.backend_compile_fn, backend) and reduces_in_backward()
+            whole = _is_for(self.backend_compile_fn, backend) and not ddp_reduces()
         except OffloadError as error:
             return refusal(error, Agreement.on(gm))
         if whole:

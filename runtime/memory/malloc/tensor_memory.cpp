@@ -68,8 +68,9 @@ class Limit {
   std::int64_t watch(std::int64_t limit_bytes, std::int64_t beyond_bytes, double seconds) const {
     const void* end = sbrk(0);
     std::int64_t most = 0;
-    while (most <= beyond_bytes && seconds > 0 && limit_ == limit_bytes && sbrk(0) == end) {
+    while (seconds > 0 && limit_ == limit_bytes && sbrk(0) == end) {
       most = std::max(most, resident());
+      if (most > beyond_bytes) break;
       const double room = static_cast<double>(beyond_bytes - most);
       const double look = std::min(std::max(room / kFastest, kShortest), seconds);
       std::this_thread::sleep_for(std::chrono::duration<double>(look));
