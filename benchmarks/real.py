@@ -34,7 +34,7 @@ BEHIND = 0.001
 POLICY_SECONDS = 2.0
 FLOOR_SHARE = 0.05
 #: gaps above it are looked into, with a search so many times as long; smaller parts go unmentioned
-WIDE, LONGER, SMALL_PART = 0.075, 4, 0.05
+WIDE, LONGER, SMALL_PART = 0.06, 4, 0.05
 #: processor time to prove more for those, and the slots of the first, coarse program
 BOUND_SECONDS, BOUND_SLOTS = 240.0, 4
 COLUMNS = (
