@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offcompile
 from benchmarks.activations_child import Case, gpt
 from benchmarks.ddp import LINK_GBPS
+from offcompile.run.ranks import neighbourhood
 from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory.malloc.heap import heap
 
@@ -104,7 +105,8 @@ class Rank:
         self.random = torch.Generator().manual_seed(dist.get_rank())
 
     def over_link(self) -> None:
-        """Let its collectives go over the link."""
+        """Let its collectives go over the link, as those of ranks on two machines."""
+        neighbourhood.machine = lambda: f"machine of rank {dist.get_rank()}"
         distributed: Any = dist
         distributed.all_reduce = self.link.all_reduce
         if self.task["kind"] == "plain":

@@ -29,6 +29,7 @@ def two_ranks() -> list[dict[str, Any]]:
         "any_optimizer",
         "accumulates",
         "plans_differ",
+        "apart",
         "falls_back",
         "refuses",
         "in_flight",
@@ -41,6 +42,7 @@ def test_updates_wait_for_the_bucket_and_not_for_the_end_of_backward(
     for rank in two_ranks:
         for budget, run in rank["overlap"].items():
             assert run["equal"], budget
+            assert run["exchange"] == "Neighbours"
             assert (run["moved_bytes"] > 0) == (budget != "1GiB"), budget
             assert run["in_backward"] == PARAMETERS
             assert 0 < run["most_bytes"] <= run["limit_bytes"]
@@ -72,6 +74,7 @@ def test_the_sum_of_several_batches_is_reduced_while_the_last_is_computed(
 def test_ranks_with_other_plans_or_hooks_do_as_ddp_does(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank["plans_differ"]["equal"] == [True, True]
+        assert rank["apart"] == {"equal": [True, True], "exchange": ["Collectives"] * 2}
         parts = rank["falls_back"].pop("graphs")
         assert rank["falls_back"] == {"equal": True, "reducer": "Reducer"}
         assert parts > 1  # DDP reduces a bucket while the part before it runs

@@ -11,14 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.ranks.buckets import LEAST_BYTES, Bucket, bucket_bytes, cut
+from offcompile.runtime.ranks.exchange import Collectives
+from offcompile.runtime.ranks.gradient_reducer import GradientReducer
 from offcompile.runtime.states import updates
-from offcompile.runtime.states.gradient_reducer import (
-    LEAST_BYTES,
-    Bucket,
-    GradientReducer,
-    bucket_bytes,
-    cut,
-)
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -93,6 +89,11 @@ def parameters(count: int) -> list[Tensor]:
     return list(leaves)
 
 
+def reduces(mine: Sequence[Tensor], cap_bytes: int) -> GradientReducer:
+    buckets = cut(mine, cap_bytes)
+    return GradientReducer(mine, buckets, Collectives(None, buckets, cap_bytes))
+
+
 def watched(reducer: GradientReducer, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list]:
     """Indices of buckets in the order in which they are sent, and the memory of all each time."""
     sent: list[int] = []
@@ -105,7 +106,7 @@ def watched(reducer: GradientReducer, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
     def gives(bucket: Bucket) -> None:
         give(bucket)
-        held.append(reducer._memory_bytes())
+        held.append(sum(b.nbytes for b in reducer.buckets if b.memory is not None))
 
     monkeypatch.setattr(reducer, "_send", sends)
     monkeypatch.setattr(reducer, "_give_memory", gives)
@@ -120,7 +121,7 @@ def test_buckets_are_sent_in_their_order_within_their_limit(
     order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = parameters(8)
-    optimizer, reducer = Recorder(mine), GradientReducer(mine, None, NBYTES)
+    optimizer, reducer = Recorder(mine), reduces(mine, NBYTES)
     sent, held = watched(reducer, monkeypatch)
     for _ in range(2):
         reducer.expect()
@@ -137,7 +138,7 @@ def test_buckets_are_sent_in_their_order_within_their_limit(
 
 def test_without_an_optimizer_gradients_stand_in_grad() -> None:
     mine = parameters(3)
-    reducer = GradientReducer(mine, None, 2 * NBYTES)
+    reducer = reduces(mine, 2 * NBYTES)
     for times in (1, 2):
         reducer.expect()
         Graph.apply(reducer, [2, 1, 0], *mine).backward()
@@ -146,7 +147,7 @@ def test_without_an_optimizer_gradients_stand_in_grad() -> None:
 
 def test_what_is_not_expected_is_left_alone() -> None:
     mine = parameters(2)
-    optimizer, reducer = Recorder(mine), GradientReducer(mine, None, NBYTES)
+    optimizer, reducer = Recorder(mine), reduces(mine, NBYTES)
     Graph.apply(reducer, [1, 0], *mine).backward()  # as in no_sync
     assert not optimizer.taken and not optimizer.final
     reducer.expect()
@@ -156,7 +157,7 @@ def test_what_is_not_expected_is_left_alone() -> None:
 
 def test_gradients_of_one_forward_may_come_in_several_passes() -> None:
     mine = parameters(4)
-    optimizer, reducer = Recorder(mine), GradientReducer(mine, None, 4 * NBYTES)
+    optimizer, reducer = Recorder(mine), reduces(mine, 4 * NBYTES)
     reducer.expect()
     (mine[0].sum() + mine[3].sum()).backward()
     assert reducer.expects and not optimizer.final
@@ -172,7 +173,7 @@ def test_no_gradient_counts_as_zeros(
 ) -> None:
     mine = parameters(3)
     optimizer = Recorder(mine) if updates_in_backward else None
-    reducer = GradientReducer(mine, None, NBYTES)
+    reducer = reduces(mine, NBYTES)
     monkeypatch.setattr(f"{__name__}.LACKING", 1)
     reducer.expect()
     Graph.apply(reducer, [2, 1, 0], *mine).backward()
@@ -185,7 +186,7 @@ def test_no_gradient_counts_as_zeros(
 
 def test_a_second_gradient_after_the_first_was_reduced_is_refused() -> None:
     mine = parameters(3)
-    reducer = GradientReducer(mine, None, NBYTES)
+    reducer = reduces(mine, NBYTES)
     reducer.expect()
     mine[2].sum().backward()  # its bucket is sent at once
     with pytest.raises(OffloadError, match="another gradient after ranks"):
@@ -194,7 +195,7 @@ def test_a_second_gradient_after_the_first_was_reduced_is_refused() -> None:
 
 def test_a_dead_reducer_leaves_parameters_as_they_were() -> None:
     mine = parameters(2)
-    reducer = GradientReducer(mine, None, NBYTES)
+    reducer = reduces(mine, NBYTES)
     reducer.expect()
     assert updates.reducer_of(mine[0]) is reducer
     del reducer

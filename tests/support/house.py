@@ -57,6 +57,7 @@ ROOMS = (
     Room(f"{RUNTIME}.device", ("torch", "numpy"), "lanes, streams, copies"),
     Room(f"{RUNTIME}.moves", ("torch",), "moves while graphs run"),
     Room(f"{RUNTIME}.states", ("torch", "numpy"), "gradients and optimizer states"),
+    Room(f"{RUNTIME}.ranks", ("torch",), "gradients added up over ranks"),
     Room(f"{RUNTIME}.measure", ("torch", "numpy"), "rates of this machine"),
     Room("offcompile.machine", ("torch",), "the machine planned for; options"),
     Room("offcompile.simulate", NUMBERS, "the exact time and peak of a plan"),

@@ -27,7 +27,7 @@ from offcompile.optim.core import Core
 from offcompile.optim.ranks import roll_call
 from offcompile.run.ranks import agreement, meeting, reduction
 from offcompile.run.ranks.agreement import Agreement
-from offcompile.runtime.states.gradient_reducer import GradientReducer
+from offcompile.runtime.ranks.gradient_reducer import GradientReducer
 
 WIDTH = 64
 #: how long a slow rank takes

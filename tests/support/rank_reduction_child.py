@@ -25,11 +25,14 @@ import offcompile
 from offcompile.ir import OffloadError
 from offcompile.optim import AdamW
 from offcompile.report.page.data import report_data
+from offcompile.run.ranks import neighbourhood
 from offcompile.run.running_step import RunningHalf
 from offcompile.run.step_recorder import StepRecorder
 from offcompile.runtime.base.counters import counters
 from offcompile.runtime.moves.registry import runtimes
-from offcompile.runtime.states.gradient_reducer import Bucket, GradientReducer
+from offcompile.runtime.ranks.buckets import Bucket
+from offcompile.runtime.ranks.gradient_reducer import GradientReducer
+from offcompile.runtime.ranks.neighbours import Neighbours
 
 WIDTH, DEPTH, STEPS = 192, 2, 3
 AMPLE, MIDDLING, MINIMUM = "1GiB", "9MiB", "minimum"
@@ -73,7 +76,8 @@ class Watched:
 
         def give_memory(reducer: GradientReducer, bucket: Bucket) -> None:
             give(reducer, bucket)
-            self.most_bytes = max(self.most_bytes, reducer._memory_bytes())
+            held = sum(b.nbytes for b in reducer.buckets if b.memory is not None)
+            self.most_bytes = max(self.most_bytes, held)
 
         def sends(reducer: GradientReducer, bucket: Bucket) -> None:
             send(reducer, bucket)
@@ -151,6 +155,7 @@ def overlap() -> dict[str, Any]:
             "equal": digest == plain,
             "moved_bytes": counters()["bytes_out"] - sent_bytes,
             "limit_bytes": ddp.reducer.held_bytes(),
+            "exchange": exchange(ddp),
             "in_backward": optimizer.facts().updated_in_backward,
             "from_graphs": optimizer.facts().taken_from_graphs,
         }
@@ -249,26 +254,34 @@ def refuses() -> dict[str, Any]:
     return {"said": said}
 
 
-class Held:
-    """A collective that comes back after all copies that were begun meanwhile."""
+def apart() -> dict[str, Any]:
+    """Ranks of two machines, which cannot read each other's memory."""
+    with patch.object(neighbourhood, "machine", lambda: f"machine {dist.get_rank()}"):
+        found = [run(MIDDLING, ours=ours) for ours in (False, True)]
+    return {
+        "equal": [digest == plain_digest() for digest, _, _ in found],
+        "exchange": [exchange(ddp) for _, ddp, _ in found],
+    }
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
 
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        for runtime in runtimes():
-            runtime.device.drain()
-        self._work.wait()
+def exchange(ddp: Any) -> str:
+    return type(ddp.reducer.gradients.exchange).__name__
 
 
 def in_flight() -> dict[str, Any]:
     """List the copies to the host and the buckets of the last step, in the order in which they
     began and ended, and the trace's row of buckets."""
-    reduce = dist.all_reduce
-    with patch.object(dist, "all_reduce", lambda *args, **how: Held(reduce(*args, **how))):
+    wait = Neighbours.wait
+
+    def after_copies(exchange: Neighbours, bucket: Bucket) -> None:
+        for runtime in runtimes():
+            runtime.device.drain()
+        wait(exchange, bucket)
+
+    with (
+        patch.object(Neighbours, "is_back", lambda *_: False),
+        patch.object(Neighbours, "wait", after_copies),
+    ):
         run(MINIMUM, ours=True, bucket_cap_mb=1)
     report = offcompile.reports()[-1]
     steps = report.running.steps
@@ -298,6 +311,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         accumulates,
         plans_differ,
         budgets,
+        apart,
         falls_back,
         refuses,
         in_flight,

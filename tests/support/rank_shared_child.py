@@ -32,7 +32,7 @@ from offcompile.optim.ranks import common_weights
 from offcompile.runtime.device.common import CommonSlot
 from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for
 from offcompile.runtime.moves.weights import device_of, is_on_host, live_on_host
-from offcompile.runtime.states.gradient_reducer import GradientReducer
+from offcompile.runtime.ranks.gradient_reducer import GradientReducer
 
 WIDTH, DEPTH, STEPS = 128, 2, 3
 OPTIONS = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05, "memory": "minimum"}

@@ -2,7 +2,7 @@
 
 DDP puts gradients into buckets and reduces these when autograd has already called the hooks of the
 parameters: in a hook, a gradient is still that of one rank alone. It is final when backward is
-over. Where gradients are reduced in backward in DDP's place (`runtime/states/gradient_reducer.py`),
+over. Where gradients are reduced in backward in DDP's place (`runtime/ranks/gradient_reducer.py`),
 they come to the optimizer when that is done, and FSDP2 calls hooks after its reduce-scatter.
 """
 

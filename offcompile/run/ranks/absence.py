@@ -118,7 +118,7 @@ class Ranks:
             return f"Rank {rank} has ended: {self.store.get(f'{_KEY}/{rank}/left').decode()}"
         if self.store.check([f"{_KEY}/{rank}/who"]):
             who = json.loads(self.store.get(f"{_KEY}/{rank}/who"))
-            if who["host"] == _host() and not _lives(who["pid"]):
+            if who["host"] == _host() and not lives(who["pid"]):
                 return f"Rank {rank} (process {who['pid']} of this machine) has died"
         elif is_closed(rank):
             return f"Rank {rank} has ended before it ran anything of offcompile"
@@ -152,7 +152,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
     """True if there is such a process; one that has ended and was not waited for is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -22,9 +22,12 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.report.log import tell_once, warn
 from offcompile.runtime.base.once import made_once
-from offcompile.runtime.states.gradient_reducer import GradientReducer, bucket_bytes
+from offcompile.runtime.ranks.buckets import bucket_bytes, cut
+from offcompile.runtime.ranks.exchange import Collectives
+from offcompile.runtime.ranks.gradient_reducer import GradientReducer
 
 from .absence import Ranks
+from .neighbourhood import Neighbourhood
 from .torch_state import default_store, running_replica
 
 #: how long a rank waits for the votes of the others
@@ -81,9 +84,7 @@ def reduce_in_backward() -> None:
     if torch.distributed.get_world_size(ddp.process_group) == 1:
         return
     obstacle, ranks = _obstacle(ddp), _ranks_of(ddp)
-    if ranks is not None and _all_can(ddp, ranks, obstacle is None):
-        _take_over(ddp, ranks)
-    else:
+    if ranks is None or not _take_over(ddp, ranks, obstacle is None):
         tell_once(
             "DistributedDataParallel reduces its gradients itself, after backward:"
             f" {obstacle or 'other ranks need it to'}"
@@ -131,9 +132,9 @@ def _ranks_of(ddp: Any) -> Ranks | None:
     return Ranks(store, distributed.get_rank(), members)
 
 
-def _all_can(ddp: Any, ranks: Ranks, mine: bool) -> bool:
+def _all_can(ranks: Ranks, key: str, mine: bool) -> bool:
     """Tell the other ranks if this one can take over, and hear what is decided."""
-    store, key, rank = ranks.store, _key(ddp, ranks.members), ranks.rank
+    store, rank = ranks.store, ranks.rank
     ranks.arrive()
     store.set(f"{key}/{rank}", YES if mine else NO)
     votes, vote = [f"{key}/{r}" for r in ranks.members], NO
@@ -160,15 +161,23 @@ def _key(ddp: Any, members: Sequence[int]) -> str:
     return f"offcompile/reduction/{digest}/{_past().alike[digest]}"
 
 
-def _take_over(ddp: Any, ranks: Ranks) -> None:
+def _take_over(ddp: Any, ranks: Ranks, mine: bool) -> bool:
+    """Reduce gradients in place of DDP. mine: this rank can. False if not all ranks can."""
     trained = [p for p in ddp._module_parameters if p.requires_grad]
+    key, group = _key(ddp, ranks.members), ddp.process_group
+    size = bucket_bytes(trained, ddp.bucket_bytes_cap)
+    buckets = cut(trained, size)
+    beside = Neighbourhood(ranks, key, buckets, size) if mine else None
+    if not _all_can(ranks, key, mine) or beside is None:
+        return False
     # torch gives up a reducer and its buckets only for another one: of one small parameter
     least = min(trained, key=lambda p: p.numel())
     ddp._ddp_init_helper([least], [False], {0: "the smallest parameter"}, False)
-    size = bucket_bytes(trained, ddp.bucket_bytes_cap)
-    gradients = GradientReducer(trained, ddp.process_group, size, ranks.failed)
+    exchange = beside.meet(group, LONGEST_S) or Collectives(group, buckets, size)
+    gradients = GradientReducer(trained, buckets, exchange, ranks.failed)
     ddp.reducer = InPlaceOfDDPs(gradients)
     ddp.register_comm_hook = _too_late
+    return True
 
 
 def _too_late(*args: Any, **more: Any) -> None:

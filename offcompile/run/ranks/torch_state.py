@@ -21,3 +21,12 @@ def default_store() -> Any:
     distributed: Any = torch.distributed
     find = getattr(distributed.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
+
+
+def timeout_s(group: Any) -> float:
+    """After so many seconds a collective of the group fails; torch's default if it does not say."""
+    try:
+        found = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return 1800.0
+    return float(found.total_seconds())

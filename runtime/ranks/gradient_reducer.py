@@ -7,8 +7,8 @@ memory when its first gradient is offered or when it is sent, and loses it when 
 few have memory at a time. An optimizer that updates during backward then does so from the bucket;
 other gradients go to `.grad`.
 
-Ranks have to agree on nothing but the order of collectives, and that follows from the parameters:
-buckets are cut from the parameters in reverse order, and sent in that order, no matter which are
+Ranks have to agree on nothing but the order of buckets, and that follows from the parameters: they
+are cut from the parameters in reverse order, and sent in that order, no matter which are
 full first. So ranks may run different plans. Small parameters, whose gradients no graph offers,
 have buckets of their own, which are sent last.
 """
@@ -19,64 +19,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.device.move_events import listener
-from offcompile.runtime.device.reductions import SentBucket, sent
+from offcompile.runtime.device.reductions import sent
 from offcompile.runtime.states import updates
 
-#: least bytes of a bucket, and how many buckets a model has at least if it is larger than that
-LEAST_BYTES, SHARES = 1 << 20, 16
-#: parameters are small below this, or below that share of the largest one
-SMALL_BYTES, SMALL_SHARE = 4096, 1 / 256
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Gradients that one collective reduces."""
-
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    #: parameter → its first element in the bucket
-    starts: dict[int, int] = field(default_factory=dict)
-    numel: int = 0
-    memory: torch.Tensor | None = None
-    #: parameters whose gradient was offered, and lies in the bucket
-    taken: set[int] = field(default_factory=set)
-    #: parameter → its gradient of this rank, which autograd has brought; None: it has brought none
-    brought: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    #: the collective under way, and if there was one for this forward
-    work: Any = None
-    is_sent: bool = False
-    #: the collective as measured steps show it; None: it is not under way
-    seen: SentBucket | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.parameters[0].element_size()
-
-    @property
-    def full(self) -> bool:
-        return len(self.taken) + len(self.brought) == len(self.parameters)
-
-    def add(self, parameter: torch.Tensor) -> None:
-        self.starts[id(parameter)] = self.numel
-        self.parameters.append(parameter)
-        self.numel += parameter.numel()
-
-    def part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """View the memory of one gradient."""
-        assert self.memory is not None
-        start = self.starts[id(parameter)]
-        return self.memory[start : start + parameter.numel()].view(parameter.shape)
-
-    def clear(self) -> None:
-        self.memory = self.work = self.seen = None
-        self.taken.clear()
-        self.brought.clear()
+from .buckets import Bucket, large_from
+from .exchange import Exchange
 
 
 class GradientReducer:
@@ -86,20 +38,16 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
-        group: Any,
-        cap_bytes: int,
+        buckets: Sequence[Bucket],
+        exchange: Exchange,
         failed: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """failed: makes the error to raise of that of a collective."""
+        """failed: makes the error to raise of that of the exchange."""
         self._failed = failed
-        self.group, self.world = group, torch.distributed.get_world_size(group)
+        self.exchange = exchange
         self._least_bytes = large_from(parameters)
-        self.buckets = cut(parameters, cap_bytes)
-        self._bucket_of = {id(p): b for b in self.buckets for p in b.parameters}
-        sizes = [b.nbytes for b in self.buckets]
-        self._largest_bytes, cap_bytes = max(sizes), min(cap_bytes, max(sizes))
-        #: most bytes of all buckets that have memory
-        self.limit_bytes = min(sum(sizes), self._largest_bytes + 2 * cap_bytes)
+        self.buckets = buckets
+        self._bucket_of = {id(p): b for b in buckets for p in b.parameters}
         #: True from a forward that is to be reduced until its gradients are
         self.expects = False
         #: index of the bucket to send next, and buckets under way, oldest first
@@ -118,7 +66,7 @@ class GradientReducer:
 
     def held_bytes(self) -> int:
         """Bytes of buckets, at most."""
-        return self.limit_bytes
+        return self.exchange.held_bytes()
 
     def expect(self) -> None:
         """Reduce the gradients of the forward that has just run. OffloadError if those of the last
@@ -163,14 +111,11 @@ class GradientReducer:
         bucket = self._bucket_of[id(parameter)]
         if bucket.is_sent or id(parameter) in bucket.taken:
             return False
-        return bucket.memory is not None or self._has_room_for(bucket)
+        has_memory = bucket.memory is not None
+        return has_memory or self.exchange.has_room(bucket, self._is_next(bucket))
 
-    def _has_room_for(self, bucket: Bucket) -> bool:
-        """True if the bucket may get memory before it is sent: even then there must be room for any
-        bucket that is sent before it, or all would wait for each other."""
-        filling = sum(b.nbytes for b in self.buckets[self._next :] if b.memory is not None)
-        before = 0 if bucket is self.buckets[self._next] else self._largest_bytes
-        return filling + bucket.nbytes + before <= self.limit_bytes
+    def _is_next(self, bucket: Bucket) -> bool:
+        return bucket is self.buckets[self._next]
 
     @torch.no_grad()
     def take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -181,9 +126,9 @@ class GradientReducer:
             self._give_memory(bucket)
         part, before = bucket.part(parameter), parameter.grad
         if before is None:
-            torch.mul(gradient, 1.0 / self.world, out=part)
+            torch.mul(gradient, 1.0 / self.exchange.world, out=part)
         else:  # that of passes within no_sync
-            torch.add(before, gradient, out=part).mul_(1.0 / self.world)
+            torch.add(before, gradient, out=part).mul_(1.0 / self.exchange.world)
         bucket.taken.add(id(parameter))
         self._go_on()
 
@@ -229,20 +174,19 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _give_memory(self, bucket: Bucket) -> None:
-        while self._sent and self._memory_bytes() + bucket.nbytes > self.limit_bytes:
-            self._receive()  # the budget goes before time
-        like = bucket.parameters[0]
-        bucket.memory = torch.empty(bucket.numel, dtype=like.dtype, device=like.device)
-
-    def _memory_bytes(self) -> int:
-        return sum(b.nbytes for b in self.buckets if b.memory is not None)
+        while not self.exchange.give_memory(bucket, self._is_next(bucket)):
+            if self._sent:
+                self._receive()  # the budget goes before time
+            else:
+                with self._explained():
+                    self.exchange.wait_for_room()
 
     def _go_on(self) -> None:
         """Send the buckets whose turn it is, and take those that are back."""
         while self._next < len(self.buckets) and self.buckets[self._next].full:
             self._send(self.buckets[self._next])
             self._next += 1
-        while self._sent and self._sent[0].work.is_completed():
+        while self._sent and self.exchange.is_back(self._sent[0]):
             self._receive()
 
     def _send(self, bucket: Bucket) -> None:
@@ -251,14 +195,13 @@ class GradientReducer:
         for parameter in bucket.parameters:
             gradient = bucket.brought.get(id(parameter))
             if gradient is not None:
-                torch.mul(gradient, 1.0 / self.world, out=bucket.part(parameter))
+                torch.mul(gradient, 1.0 / self.exchange.world, out=bucket.part(parameter))
             elif id(parameter) not in bucket.taken:
                 bucket.part(parameter).zero_()
-        distributed: Any = torch.distributed
         with self._explained():
-            bucket.work = distributed.all_reduce(bucket.memory, group=self.group, async_op=True)
+            self.exchange.send(bucket)
         self._sent.append(bucket)
-        bucket.is_sent, bucket.seen = True, sent(self._next, bucket.nbytes)
+        bucket.is_sent, bucket.seen = True, sent(bucket.number, bucket.nbytes)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -275,29 +218,40 @@ class GradientReducer:
         heard = listener()
         began = None if heard is None else heard.now()
         with self._explained():
-            bucket.work.wait()
+            self.exchange.wait(bucket)
         if bucket.seen is not None:
             bucket.seen.is_back()
             if heard is not None:
                 heard.waited(bucket.seen.name, began)
         for parameter in bucket.parameters:
-            optimizer, reduced = updates.optimizer_of(parameter), bucket.part(parameter)
-            gradient = bucket.brought.get(id(parameter))
-            deferred = id(parameter) in self._deferred
-            if gradient is not None:
-                gradient.copy_(reduced)
-            elif optimizer is not None and not deferred and optimizer.takes(parameter):
-                optimizer.take(parameter, reduced)
-            else:
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter.detach())
-                gradient = parameter.grad.copy_(reduced)
-            if deferred:
-                self._deferred[id(parameter)] = True
-            elif gradient is not None and optimizer is not None:
-                optimizer.came(parameter)
-            updates.settled(parameter)
+            self._hand_over(bucket, parameter)
+        self.exchange.release(bucket)
         bucket.clear()
+
+    def _hand_over(self, bucket: Bucket, parameter: torch.Tensor) -> None:
+        """Bring a reduced gradient to `.grad` or to its optimizer."""
+        optimizer = updates.optimizer_of(parameter)
+        gradient = bucket.brought.get(id(parameter))
+        deferred = id(parameter) in self._deferred
+        if gradient is not None:
+            self._reduced(bucket, parameter, gradient)
+        elif optimizer is not None and not deferred and optimizer.takes(parameter):
+            optimizer.take(parameter, self._reduced(bucket, parameter))
+        else:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter.detach())
+            gradient = self._reduced(bucket, parameter, parameter.grad)
+        if deferred:
+            self._deferred[id(parameter)] = True
+        elif gradient is not None and optimizer is not None:
+            optimizer.came(parameter)
+        updates.settled(parameter)
+
+    def _reduced(
+        self, bucket: Bucket, parameter: torch.Tensor, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        with self._explained():
+            return self.exchange.reduced(bucket, parameter, into)
 
     def _finish(self) -> None:
         """End a backward pass. Gradients of further passes may still belong to this forward."""
@@ -314,38 +268,6 @@ class GradientReducer:
                 optimizers |= {id(o): o for o in found if o is not None}
             for optimizer in optimizers.values():
                 optimizer.reduced()
-
-
-def bucket_bytes(parameters: Sequence[torch.Tensor], cap_bytes: int) -> int:
-    """Choose the size of buckets, at most `cap_bytes`, by nothing but the parameters: budgets may
-    differ between ranks, and results depend on it where more than two ranks are added up."""
-    whole = sum(p.nbytes for p in parameters)
-    return min(cap_bytes, max(LEAST_BYTES, whole // SHARES))
-
-
-def cut(parameters: Sequence[torch.Tensor], cap_bytes: int) -> list[Bucket]:
-    """Cut the parameters, in reverse, into buckets of `cap_bytes` or one parameter."""
-    least = large_from(parameters)
-    large = [p for p in reversed(parameters) if p.nbytes >= least]
-    small = [p for p in reversed(parameters) if p.nbytes < least]
-    found: list[Bucket] = []
-    for p in (*large, *small):
-        if not (found and _fits(p, found[-1], cap_bytes, least)):
-            found.append(Bucket())
-        found[-1].add(p)
-    return found
-
-
-def large_from(parameters: Sequence[torch.Tensor]) -> float:
-    """Bytes from which on a parameter is large among these."""
-    return max(SMALL_BYTES, max(p.nbytes for p in parameters) * SMALL_SHARE)
-
-
-def _fits(parameter: torch.Tensor, bucket: Bucket, cap_bytes: int, least: float) -> bool:
-    first = bucket.parameters[0]
-    alike = first.dtype == parameter.dtype and first.device == parameter.device
-    alike &= (first.nbytes < least) == (parameter.nbytes < least)
-    return alike and bucket.nbytes + parameter.nbytes <= cap_bytes
 
 
 def _may_add_to(gradient: torch.Tensor | None) -> bool:
