@@ -106,7 +106,7 @@ class Rank:
 
     def over_link(self) -> None:
         """Let its collectives go over the link, as those of ranks on two machines."""
-        neighbourhood.machine = lambda: f"machine of rank {dist.get_rank()}"
+        neighbourhood.machine = lambda: f"machine of rank {dist.get_rank()}"  # type: ignore[attr-defined]
         distributed: Any = dist
         distributed.all_reduce = self.link.all_reduce
         if self.task["kind"] == "plain":

@@ -52,7 +52,7 @@ class Exchange(Protocol):
         """Take back the bucket's memory: this rank has read it."""
 
 
-class Collectives:
+class AllReduce:
     """Reduces buckets by an all-reduce each. A bucket has memory of its own from its first gradient
     on until it is back."""
 

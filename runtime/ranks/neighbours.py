@@ -60,14 +60,14 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Room:
+class BucketRoom:
     """Bytes for buckets, of which the first are kept for the bucket whose turn it is."""
 
     nbytes: int
     reserved: int
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket], cap_bytes: int) -> Room:
+    def of(cls, buckets: Sequence[Bucket], cap_bytes: int) -> BucketRoom:
         sizes = [_aligned(b.nbytes) for b in buckets]
         largest = max(sizes)
         return cls(min(sum(sizes), largest + DEPTH * min(_aligned(cap_bytes), largest)), largest)
@@ -144,11 +144,11 @@ class _Place:
     readers: int = 2
 
 
-class Places:
+class BucketPlaces:
     """Deals out bytes. Buckets whose turn has not come lie above those that are reserved, so that
     the one whose turn it is finds room as soon as those that were sent are read."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: BucketRoom) -> None:
         self._room = room
         self._taken: list[_Place] = []
 
@@ -190,14 +190,14 @@ class Neighbours:
         self,
         parameters: Sequence[torch.Tensor],
         sides: tuple[OwnSide, OtherSide],
-        room: Room,
+        room: BucketRoom,
         is_first: bool,
         lives: Callable[[], bool],
         longest_s: float,
     ) -> None:
         """is_first: this rank has the smaller number. lives: True while the other does.
         longest_s: wait no longer for it."""
-        self._parameters, self._places = parameters, Places(room)
+        self._parameters, self._places = parameters, BucketPlaces(room)
         self._own, self._other = sides
         self._is_first, self._lives, self._longest_s = is_first, lives, longest_s
         self._poll = select.poll()

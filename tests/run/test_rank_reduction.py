@@ -74,7 +74,7 @@ def test_the_sum_of_several_batches_is_reduced_while_the_last_is_computed(
 def test_ranks_with_other_plans_or_hooks_do_as_ddp_does(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank["plans_differ"]["equal"] == [True, True]
-        assert rank["apart"] == {"equal": [True, True], "exchange": ["Collectives"] * 2}
+        assert rank["apart"] == {"equal": [True, True], "exchange": ["AllReduce"] * 2}
         parts = rank["falls_back"].pop("graphs")
         assert rank["falls_back"] == {"equal": True, "reducer": "Reducer"}
         assert parts > 1  # DDP reduces a bucket while the part before it runs

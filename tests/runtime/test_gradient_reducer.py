@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.ranks.buckets import LEAST_BYTES, Bucket, bucket_bytes, cut
-from offcompile.runtime.ranks.exchange import Collectives
+from offcompile.runtime.ranks.exchange import AllReduce
 from offcompile.runtime.ranks.gradient_reducer import GradientReducer
 from offcompile.runtime.states import updates
 
@@ -91,7 +91,7 @@ def parameters(count: int) -> list[Tensor]:
 
 def reduces(mine: Sequence[Tensor], cap_bytes: int) -> GradientReducer:
     buckets = cut(mine, cap_bytes)
-    return GradientReducer(mine, buckets, Collectives(None, buckets, cap_bytes))
+    return GradientReducer(mine, buckets, AllReduce(None, buckets, cap_bytes))
 
 
 def watched(reducer: GradientReducer, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list]:

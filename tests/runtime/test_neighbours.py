@@ -20,7 +20,13 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.ranks import neighbours
 from offcompile.runtime.ranks.buckets import Bucket, cut
 from offcompile.runtime.ranks.gradient_reducer import GradientReducer
-from offcompile.runtime.ranks.neighbours import Neighbours, OtherSide, OwnSide, Places, Room
+from offcompile.runtime.ranks.neighbours import (
+    BucketPlaces,
+    BucketRoom,
+    Neighbours,
+    OtherSide,
+    OwnSide,
+)
 from offcompile.runtime.states import updates
 
 pytestmark = pytest.mark.skipif(neighbours.why_not() is not None, reason="no unnamed memory files")
@@ -36,7 +42,7 @@ class Pair:
             [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes] for _ in "ab"
         ]
         self.buckets = [cut(mine, cap_bytes) for mine in self.parameters]
-        room = Room.of(self.buckets[0], cap_bytes)
+        room = BucketRoom.of(self.buckets[0], cap_bytes)
         own = [OwnSide(room.nbytes) for _ in "ab"]
         other = [OtherSide(side.address) for side in reversed(own)]
         self.lives = True
@@ -173,8 +179,8 @@ def test_places_are_apart_and_the_next_bucket_finds_one(
     sizes: list[int], cap: int, moves: list[int]
 ) -> None:
     buckets = cut([torch.nn.Parameter(torch.zeros(size)) for size in sizes], 4 * cap)
-    room = Room.of(buckets, 4 * cap)
-    places = Places(room)
+    room = BucketRoom.of(buckets, 4 * cap)
+    places = BucketPlaces(room)
     held: dict[int, neighbours._Place] = {}
     sent: list[neighbours._Place] = []
     turn = 0

@@ -20,10 +20,10 @@ from offcompile.runtime.device.common import machine
 from offcompile.runtime.ranks.buckets import Bucket
 from offcompile.runtime.ranks.neighbours import (
     Address,
+    BucketRoom,
     Neighbours,
     OtherSide,
     OwnSide,
-    Room,
     why_not,
 )
 
@@ -39,7 +39,7 @@ class Neighbourhood:
     def __init__(self, ranks: Ranks, key: str, buckets: Sequence[Bucket], cap_bytes: int) -> None:
         """Offer this rank's memory to the other. key: of the store, the same on both."""
         self._ranks, self._key = ranks, key
-        self._buckets, self._room = buckets, Room.of(buckets, cap_bytes)
+        self._buckets, self._room = buckets, BucketRoom.of(buckets, cap_bytes)
         self._own: OwnSide | None = None
         if len(ranks.members) == Neighbours.world and why_not() is None:
             with suppress(OSError):

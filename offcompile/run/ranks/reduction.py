@@ -23,7 +23,7 @@ from offcompile.ir import OffloadError
 from offcompile.report.log import tell_once, warn
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.ranks.buckets import bucket_bytes, cut
-from offcompile.runtime.ranks.exchange import Collectives
+from offcompile.runtime.ranks.exchange import AllReduce
 from offcompile.runtime.ranks.gradient_reducer import GradientReducer
 
 from .absence import Ranks
@@ -173,7 +173,7 @@ def _take_over(ddp: Any, ranks: Ranks, mine: bool) -> bool:
     # torch gives up a reducer and its buckets only for another one: of one small parameter
     least = min(trained, key=lambda p: p.numel())
     ddp._ddp_init_helper([least], [False], {0: "the smallest parameter"}, False)
-    exchange = beside.meet(group, LONGEST_S) or Collectives(group, buckets, size)
+    exchange = beside.meet(group, LONGEST_S) or AllReduce(group, buckets, size)
     gradients = GradientReducer(trained, buckets, exchange, ranks.failed)
     ddp.reducer = InPlaceOfDDPs(gradients)
     ddp.register_comm_hook = _too_late
