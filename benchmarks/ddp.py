@@ -205,7 +205,8 @@ def main() -> None:
 
 
 LARGE = {"width": 512, "batch": [2, 512]}
-SMALL = {"width": 256, "batch": [4, 256]}
+#: a batch whose backward takes as long as its gradients do over the link: more cannot hide there
+SMALL = {"width": 256, "batch": [6, 256]}
 
 TEXT = """\
 # Two ranks
@@ -228,9 +229,9 @@ the process held before the model.
 
 ## {small}, over a link of {rate} GB/s
 
-Gradients of {sent:,.0f} MiB take {link_s:.2f} s over the link. In every other step each
-all-reduce is real, and over no sooner than there; the others take this machine's memory. "The link
-adds" is the median over {rounds} steps of what such a step takes beyond the mean of its neighbours.
+Gradients of {sent:,.0f} MiB take {link_s:.2f} s over the link. Ranks reduce
+them as if on two machines. In every other step each all-reduce is real, and over no sooner than
+there; in the others, it is over when this machine is through. "The link adds" is the median over {rounds} steps of what such a step takes beyond the mean of its neighbours.
 Losses are the same.
 
 {link_rows}
