@@ -231,8 +231,8 @@ the process held before the model.
 
 Gradients of {sent:,.0f} MiB take {link_s:.2f} s over the link. Ranks reduce
 them as if on two machines. In every other step each all-reduce is real, and over no sooner than
-there; in the others, it is over when this machine is through. "The link adds" is the median over {rounds} steps of what such a step takes beyond the mean of its neighbours.
-Losses are the same.
+there; in the others, it is over when this machine is through. "The link adds" is the median over
+{rounds} steps of what such a step takes beyond the mean of its neighbours. Losses are the same.
 
 {link_rows}
 
