@@ -21,7 +21,7 @@ NEEDED = {
     "torch": "anything",
     "numpy": "planning and the runtime",
     "sympy": "planning (sizes)",
-    "scipy": "planning (offcompile/bounds: the lower bound that plans are held against)",
+    "highspy or scipy": "planning (offcompile/bounds/highs.py: linear programs)",
     "rich": "the backend (runtime/base/progress.py and offcompile/cli/tables.py)",
 }
 USEFUL = {
@@ -35,7 +35,7 @@ def missing(packages: dict[str, str]) -> list[str]:
     return [
         f"{name} is not installed; needed for {why}"
         for name, why in packages.items()
-        if find_spec(name) is None
+        if not any(find_spec(one) for one in name.split(" or "))
     ]
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
-from scipy.optimize import linprog
-from scipy.sparse import csr_matrix
+
+from offcompile.bounds.highs import Floats, Matrix, Outcome, Rows, solve
 
 Term = tuple[int, float]
 
@@ -36,9 +35,9 @@ class _Rows:
         self.columns.append(column)
         self.values.append(value)
 
-    def matrix(self, n_columns: int) -> csr_matrix:
+    def of(self, n_columns: int) -> Rows:
         shape = len(self.rhs), n_columns
-        return csr_matrix((self.values, (self.rows, self.columns)), shape=shape)
+        return Rows(Matrix.of(self.rows, self.columns, self.values, shape), self.rhs)
 
 
 class Linear:
@@ -79,18 +78,15 @@ class Linear:
     def equal(self, rhs: float, *terms: Term) -> None:
         self._equal.new(rhs, terms)
 
-    def solve(self, seconds: float) -> npt.NDArray[np.float64] | None:
+    def solve(self, seconds: float) -> Floats | None:
         """The best values of all columns; None if there are none, or none within that time."""
-        n, integers = self.n_columns, any(self._whole)
-        found = linprog(
+        found = solve(
             self._cost,
-            A_ub=self._limits.matrix(n),
-            b_ub=self._limits.rhs,
-            A_eq=self._equal.matrix(n) if self._equal.rhs else None,
-            b_eq=self._equal.rhs or None,
-            bounds=np.column_stack([np.zeros(n), self._most]),
-            integrality=self._whole if integers else None,
-            method="highs",
-            options={"time_limit": seconds} | ({"mip_rel_gap": NEAR} if integers else {}),
+            self._limits.of(self.n_columns),
+            self._equal.of(self.n_columns),
+            most=self._most,
+            whole=self._whole,
+            time_limit=seconds,
+            mip_rel_gap=NEAR,
         )
-        return None if found.status != 0 or found.x is None else np.asarray(found.x)
+        return found.x if found.outcome is Outcome.BEST else None

@@ -327,8 +327,7 @@ def test_a_solver_that_fails_leaves_the_compute_bound(monkeypatch: pytest.Monkey
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no solver today")
 
-    monkeypatch.setattr("offcompile.bounds.program.solve.linprog", broken)
-    monkeypatch.setattr("offcompile.bounds.program.solve.milp", broken)
+    monkeypatch.setattr("offcompile.bounds.program.solve.solve", broken)
     p = steady(weights(100, 100), op("F0", 10, "w0"), op("F1", 10, "w1"))
     bound = lower_bound(p, machine(100))
     assert (bound.us, bound.method, bound.complete) == (20, "compute", False)

@@ -35,7 +35,7 @@ class Room:
     many: str = ""
 
 
-NUMBERS = ("numpy", "scipy", "sympy")
+NUMBERS = ("numpy", "highspy", "sympy")
 TORCH = ("torch", "numpy", "sympy")
 IR = "offcompile.ir"
 PASSES, RUNTIME = "offcompile.passes", "offcompile.runtime"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
+from offcompile.bounds.highs import Matrix, Rows, solve
 from offcompile.bounds.survey import Floats, Survey
 from offcompile.passes.select.min_cut import UNCUTTABLE, Network
 
@@ -242,13 +242,13 @@ def _most_promising(known: list[ChainChoice], dearest: float) -> tuple[list[Floa
         for c in known
     ]
     ones = [[1.0] * width[0] + [0.0] * (width[1] + 2), [0.0] * width[0] + [1.0] * width[1] + [0, 0]]
-    bounds = [(0.0, 1.0)] * (sum(width) + 1) + [(0.0, None)]
+    most = [1.0] * (sum(width) + 1) + [np.inf]
     goal = [0.0] * (sum(width) + 1) + [-1.0]
-    found = linprog(
-        goal, A_ub=rows, b_ub=[0.0] * len(rows), A_eq=ones, b_eq=[1.0, 1.0], bounds=bounds
-    )
-    before, after = found.x[: width[0]], found.x[width[0] : sum(width)]
-    return [before, after], float(found.x[-2] * dearest), float(found.x[-1] * scale)
+    limits = Rows(Matrix.dense(rows, len(goal)), [0.0] * len(rows))
+    x = solve(goal, limits, Rows(Matrix.dense(ones, len(goal)), [1.0, 1.0]), most=most).x
+    assert x is not None  # any weights that add up to one will do
+    before, after = x[: width[0]], x[width[0] : sum(width)]
+    return [before, after], float(x[-2] * dearest), float(x[-1] * scale)
 
 
 def _whatever_is_away(cut: Cut, before: Floats, after: Floats) -> float:

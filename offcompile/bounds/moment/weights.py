@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
+from offcompile.bounds.highs import Matrix, Outcome, Rows, solve
 from offcompile.bounds.survey import Floats
 
 from .choices import Cut
@@ -81,23 +80,18 @@ class _Program:
         self.put(self.room, column, -nbytes / GIB)
 
     def solve(self) -> tuple[Floats, Floats] | None:
-        def matrix(equal: bool, rows: int) -> coo_array:
+        def rows(equal: bool, limits: list[float]) -> Rows:
             mine = [e[1:] for e in self.entries if e[0] == equal]
             at, columns, values = zip(*mine, strict=True) if mine else ((), (), ())
-            return coo_array((values, (at, columns)), shape=(rows, self.columns)).tocsr()
+            shape = len(limits), self.columns
+            return Rows(Matrix.of(at, columns, values, shape), limits)
 
         goal = np.zeros(self.columns)
         goal[:2] = 1.0
-        found = linprog(
-            goal,
-            A_ub=matrix(False, len(self.limits)),
-            b_ub=self.limits,
-            A_eq=matrix(True, len(self.sums)),
-            b_eq=self.sums,
-        )
-        if found.status != 0:
+        found = solve(goal, rows(False, self.limits), rows(True, self.sums))
+        if found.outcome is not Outcome.BEST or found.row_duals is None:
             return None
-        lanes = np.maximum(-found.ineqlin.marginals[: 2 * self.width], 0.0)
+        lanes = np.maximum(-found.row_duals[: 2 * self.width], 0.0)
         return _to_one(lanes[: self.width]), _to_one(lanes[self.width :])
 
 

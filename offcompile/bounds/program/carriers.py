@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from offcompile.bounds.highs import Ints
 from offcompile.bounds.links import Links
 from offcompile.bounds.survey import Survey
 
-from .matrix import Ints, MatrixRows
+from .matrix import MatrixRows
 
 
 class Carriers:

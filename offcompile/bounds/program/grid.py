@@ -9,9 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from offcompile.bounds.highs import Ints
 from offcompile.bounds.survey import Survey, SurveyGap
-
-from .matrix import Ints
 
 
 @dataclass(frozen=True)

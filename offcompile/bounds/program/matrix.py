@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_matrix
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from offcompile.bounds.highs import Floats, Ints, Matrix
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,7 @@ class LinearProgram:
     """One LP, or MILP if any column is `integral`. Every column is bounded on both sides."""
 
     cost: Floats
-    matrix: csr_matrix
+    matrix: Matrix
     rhs: Floats
     lo: Floats
     hi: Floats
@@ -89,14 +87,10 @@ class MatrixRows:
 
     def program(self, columns: Columns) -> LinearProgram:
         lo, hi, cost, whole = columns.arrays()
-        matrix = csr_matrix(
-            (
-                np.concatenate(self._values or [np.zeros(0)]),
-                (
-                    np.concatenate(self._rows or [np.zeros(0, dtype=np.int64)]),
-                    np.concatenate(self._cols or [np.zeros(0, dtype=np.int64)]),
-                ),
-            ),
+        matrix = Matrix.of(
+            np.concatenate(self._rows or [np.zeros(0, dtype=np.int64)]),
+            np.concatenate(self._cols or [np.zeros(0, dtype=np.int64)]),
+            np.concatenate(self._values or [np.zeros(0)]),
             shape=(len(self.rhs), len(cost)),
         )
         return LinearProgram(cost, matrix, np.array(self.rhs), lo, hi, whole)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from offcompile.bounds.highs import Ints
 from offcompile.bounds.survey import SurveyGap, least_bytes
 from offcompile.ir import DEVICE, HOST
 
 from .access import begins, ends, remade_on_host, spared
-from .matrix import Ints
 from .stay import GapColumns, Heads, StayFrame
 from .times import Times
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from .matrix import Floats, LinearProgram
+from offcompile.bounds.highs import Floats, Outcome, Rows, solve
+
+from .matrix import LinearProgram
 from .model import BoundModel
 
 
@@ -32,20 +33,15 @@ def solve_lp(model: BoundModel, op_ids: tuple[str, ...], seconds: float) -> Answ
     """Solves the LP. Its bound is recomputed from the duals, whatever the tolerances."""
     began, p = time.thread_time(), model.program
     try:
-        found = linprog(
-            p.cost,
-            A_ub=p.matrix,
-            b_ub=p.rhs,
-            bounds=np.column_stack([p.lo, p.hi]),
-            method="highs",
-            options={"time_limit": max(0.05, seconds)},
-        )
+        rows = Rows(p.matrix, p.rhs)
+        found = solve(p.cost, rows, least=p.lo, most=p.hi, time_limit=max(0.05, seconds))
     except (ValueError, RuntimeError, MemoryError):
         return Answer(None, {}, False, False, time.thread_time() - began)
     spent = time.thread_time() - began
-    if found.status != 0 or found.x is None:
-        return Answer(None, {}, found.status == 2, found.status == 2, spent)
-    bound = dual_bound(p, np.asarray(found.ineqlin.marginals))
+    if found.x is None or found.row_duals is None:
+        infeasible = found.outcome is Outcome.INFEASIBLE
+        return Answer(None, {}, infeasible, infeasible, spent)
+    bound = dual_bound(p, found.row_duals)
     ns = min(bound * model.unit_ns, model.most_ns)
     return Answer(ns, _away(model, found.x, op_ids), True, False, spent)
 
@@ -56,7 +52,7 @@ def dual_bound(p: LinearProgram, multipliers: Floats) -> float:
     min c·x ≥ y·b + Σ min over lo ≤ x ≤ hi of (c − Aᵀy)·x, for every y ≤ 0.
     """
     y = np.minimum(multipliers, 0.0)
-    reduced = p.cost - p.matrix.T @ y
+    reduced = p.cost - p.matrix.transposed_times(y)
     return float(y @ p.rhs + np.minimum(reduced * p.lo, reduced * p.hi).sum())
 
 
@@ -65,21 +61,24 @@ def solve_milp(model: BoundModel, op_ids: tuple[str, ...], seconds: float) -> An
     began, p = time.thread_time(), model.program
     try:
         with _stdout_kept_clean():
-            found = milp(
+            found = solve(
                 p.cost,
-                integrality=p.integral.astype(int),
-                bounds=Bounds(p.lo, p.hi),
-                constraints=LinearConstraint(p.matrix, -np.inf, p.rhs),
-                options={"time_limit": max(0.05, 0.9 * seconds), "mip_rel_gap": 1e-5},
+                Rows(p.matrix, p.rhs),
+                least=p.lo,
+                most=p.hi,
+                whole=p.integral,
+                time_limit=max(0.05, 0.9 * seconds),
+                mip_rel_gap=1e-5,
             )
     except (ValueError, RuntimeError, MemoryError):
         return Answer(None, {}, False, False, time.thread_time() - began)
     spent = time.thread_time() - began
-    bound = found.mip_dual_bound
-    proven = bound is not None and np.isfinite(bound) and found.status in (0, 1)
-    ns = min(float(bound) * model.unit_ns, model.most_ns) if proven else None
+    bound, infeasible = found.bound, found.outcome is Outcome.INFEASIBLE
+    is_proven = bound is not None and np.isfinite(bound)
+    is_proven &= found.outcome in (Outcome.BEST, Outcome.TOO_LATE)
+    ns = min(bound * model.unit_ns, model.most_ns) if bound is not None and is_proven else None
     away = {} if found.x is None else _away(model, found.x, op_ids)
-    return Answer(ns, away, found.status in (0, 2), found.status == 2, spent)
+    return Answer(ns, away, infeasible or found.outcome is Outcome.BEST, infeasible, spent)
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offcompile.bounds.highs import Ints
 from offcompile.bounds.survey import SurveyGap
-
-from .matrix import Ints
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from offcompile.bounds.highs import Ints
 from offcompile.bounds.survey import Survey
 from offcompile.ir import DEVICE
 
 from .carriers import Carriers
 from .grid import Grid
-from .matrix import Columns, Ints, MatrixRows
+from .matrix import Columns, MatrixRows
 
 Terms = list[tuple[int, float]]
 MOST_HOST_WINDOWS = 24  # each is a long row; a few have nearly the full effect
