@@ -94,7 +94,7 @@ class Solution:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Constraints:
     """Rows `A x ≤ limit`, or `= limit`."""
 
     matrix: Matrix
@@ -103,8 +103,8 @@ class Rows:
 
 def solve(
     cost: Floats | Sequence[float],
-    limits: Rows,
-    equal: Rows | None = None,
+    limits: Constraints,
+    equal: Constraints | None = None,
     *,
     least: Floats | None = None,
     most: Floats | Sequence[float] | None = None,

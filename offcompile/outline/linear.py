@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offcompile.bounds.highs import Floats, Matrix, Outcome, Rows, solve
+from offcompile.bounds.highs import Constraints, Floats, Matrix, Outcome, solve
 
 Term = tuple[int, float]
 
@@ -35,9 +35,9 @@ class _Rows:
         self.columns.append(column)
         self.values.append(value)
 
-    def of(self, n_columns: int) -> Rows:
+    def of(self, n_columns: int) -> Constraints:
         shape = len(self.rhs), n_columns
-        return Rows(Matrix.of(self.rows, self.columns, self.values, shape), self.rhs)
+        return Constraints(Matrix.of(self.rows, self.columns, self.values, shape), self.rhs)
 
 
 class Linear:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.bounds import highs
-from offcompile.bounds.highs import Matrix, Outcome, Rows, solve
+from offcompile.bounds.highs import Constraints, Matrix, Outcome, solve
 
 scipy_optimize = pytest.importorskip("scipy.optimize")
 
@@ -41,8 +41,8 @@ def test_the_best_is_as_good_as_scipys(p: dict[str, Any], may_be_whole: bool) ->
     width, whole = len(p["cost"]), p["whole"] if may_be_whole else []
     found = solve(
         p["cost"],
-        Rows(Matrix.dense(p["limits"], width), p["limited"]),
-        Rows(Matrix.dense(p["equal"], width), p["equals"]),
+        Constraints(Matrix.dense(p["limits"], width), p["limited"]),
+        Constraints(Matrix.dense(p["equal"], width), p["equals"]),
         most=p["most"],
         whole=whole,
     )
@@ -93,7 +93,7 @@ def test_entries_at_one_place_add_up(entries: list[tuple[int, int, float]]) -> N
 
 def test_an_option_that_highs_does_not_know_is_refused() -> None:
     with pytest.raises((RuntimeError, AttributeError)):
-        solve([1.0], Rows(Matrix.dense([[1.0]], 1), [1.0]), no_such_option=1.0)
+        solve([1.0], Constraints(Matrix.dense([[1.0]], 1), [1.0]), no_such_option=1.0)
 
 
 def test_scipys_highs_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,9 @@ def test_scipys_highs_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         monkeypatch.setitem(sys.modules, "highspy._core", None)
         assert highs._highs().__name__ == "scipy.optimize._highspy._core"
-        assert solve([1.0], Rows(Matrix.dense([[-1.0]], 1), [-2.0])).x == pytest.approx([2.0])
+        assert solve([1.0], Constraints(Matrix.dense([[-1.0]], 1), [-2.0])).x == pytest.approx(
+            [2.0]
+        )
         monkeypatch.setitem(sys.modules, "scipy.optimize._highspy._core", None)
         highs._highs.cache_clear()
         with pytest.raises(ImportError, match="pip install highspy"):

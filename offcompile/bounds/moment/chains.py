@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offcompile.bounds.highs import Matrix, Rows, solve
+from offcompile.bounds.highs import Constraints, Matrix, solve
 from offcompile.bounds.survey import Floats, Survey
 from offcompile.passes.select.min_cut import UNCUTTABLE, Network
 
@@ -244,8 +244,8 @@ def _most_promising(known: list[ChainChoice], dearest: float) -> tuple[list[Floa
     ones = [[1.0] * width[0] + [0.0] * (width[1] + 2), [0.0] * width[0] + [1.0] * width[1] + [0, 0]]
     most = [1.0] * (sum(width) + 1) + [np.inf]
     goal = [0.0] * (sum(width) + 1) + [-1.0]
-    limits = Rows(Matrix.dense(rows, len(goal)), [0.0] * len(rows))
-    x = solve(goal, limits, Rows(Matrix.dense(ones, len(goal)), [1.0, 1.0]), most=most).x
+    limits = Constraints(Matrix.dense(rows, len(goal)), [0.0] * len(rows))
+    x = solve(goal, limits, Constraints(Matrix.dense(ones, len(goal)), [1.0, 1.0]), most=most).x
     assert x is not None  # any weights that add up to one will do
     before, after = x[: width[0]], x[width[0] : sum(width)]
     return [before, after], float(x[-2] * dearest), float(x[-1] * scale)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offcompile.bounds.highs import Matrix, Outcome, Rows, solve
+from offcompile.bounds.highs import Constraints, Matrix, Outcome, solve
 from offcompile.bounds.survey import Floats
 
 from .choices import Cut
@@ -80,11 +80,11 @@ class _Program:
         self.put(self.room, column, -nbytes / GIB)
 
     def solve(self) -> tuple[Floats, Floats] | None:
-        def rows(equal: bool, limits: list[float]) -> Rows:
+        def rows(equal: bool, limits: list[float]) -> Constraints:
             mine = [e[1:] for e in self.entries if e[0] == equal]
             at, columns, values = zip(*mine, strict=True) if mine else ((), (), ())
             shape = len(limits), self.columns
-            return Rows(Matrix.of(at, columns, values, shape), limits)
+            return Constraints(Matrix.of(at, columns, values, shape), limits)
 
         goal = np.zeros(self.columns)
         goal[:2] = 1.0

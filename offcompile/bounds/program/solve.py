@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offcompile.bounds.highs import Floats, Outcome, Rows, solve
+from offcompile.bounds.highs import Constraints, Floats, Outcome, solve
 
 from .matrix import LinearProgram
 from .model import BoundModel
@@ -33,7 +33,7 @@ def solve_lp(model: BoundModel, op_ids: tuple[str, ...], seconds: float) -> Answ
     """Solves the LP. Its bound is recomputed from the duals, whatever the tolerances."""
     began, p = time.thread_time(), model.program
     try:
-        rows = Rows(p.matrix, p.rhs)
+        rows = Constraints(p.matrix, p.rhs)
         found = solve(p.cost, rows, least=p.lo, most=p.hi, time_limit=max(0.05, seconds))
     except (ValueError, RuntimeError, MemoryError):
         return Answer(None, {}, False, False, time.thread_time() - began)
@@ -63,7 +63,7 @@ def solve_milp(model: BoundModel, op_ids: tuple[str, ...], seconds: float) -> An
         with _stdout_kept_clean():
             found = solve(
                 p.cost,
-                Rows(p.matrix, p.rhs),
+                Constraints(p.matrix, p.rhs),
                 least=p.lo,
                 most=p.hi,
                 whole=p.integral,
