@@ -24,7 +24,7 @@ from offcompile.passes.select.pinned_weights import (
 )
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.floors import room_above
-from offcompile.planning.planner import NO_RIVAL, OUTLINE_FROM_OPS, Beaten, Rival
+from offcompile.planning.planner import NO_RIVAL, OUTLINE_FROM_OPS, Beaten, Rival, device_us
 from offcompile.planning.splitting import Splitting
 
 from .annotate import Annotated
@@ -372,23 +372,21 @@ def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
 
 
 def _hides(decided: Decided, problem: Problem) -> bool:
-    """True if moves add next to nothing to the step."""
-    compute_us = sum(op.duration_us for op in problem.ops)
-    return decided.cost_us <= compute_us * (1 + WORTH_LEAVING)
+    """True if moves add next to nothing to the step, and updates on the host could take nothing
+    from it."""
+    return decided.cost_us <= device_us(problem) * (1 + WORTH_LEAVING)
 
 
 def _bound_by_ops(choice: Choice) -> bool:
     """True if no other place of weights can gain enough: each takes at least the time of its ops
     but for updates, which the host may make."""
-    ops = choice.annotated.problem.ops
-    least_us = sum(op.duration_us for op in ops if op.host_duration_us is None)
-    return least_us >= choice.decided.cost_us * WORTH_SEARCHING
+    return device_us(choice.annotated.problem) >= choice.decided.cost_us * WORTH_SEARCHING
 
 
 def _dear_to_update(leave: Choice, stay: Decided | None) -> bool:
     """True if even the bound with all weights on the host gains far less than their updates cost,
     so that no share of them pays."""
-    if stay is None:
+    if stay is None or not leave.decided.updates_us:
         return False
     gain_us = stay.cost_us - leave.decided.result.lower_bound_us
     return gain_us * DEAR < leave.decided.updates_us

@@ -11,6 +11,7 @@ from itertools import chain
 from offcompile.bounds import lower_bound
 from offcompile.ir import (
     HOST,
+    UPDATE,
     BrokenPlan,
     Infeasible,
     InvalidInput,
@@ -64,7 +65,7 @@ class Rival:
 
     cost_us: float = float("inf")
     #: a problem is searched only if a plan may take less than this, and less than this multiple of
-    #: its ops' time
+    #: the time of the ops that the host cannot run
     bound_us: float = float("inf")
     of_ops: float = float("inf")
     #: its plan, and the weights that this keeps on the device while others are on the host
@@ -82,11 +83,17 @@ class Rival:
         least_us = min(self.cost_us, self.bound_us)
         if self.of_ops == float("inf"):
             return least_us
-        return min(least_us, self.of_ops * sum(op.duration_us for op in problem.ops))
+        return min(least_us, self.of_ops * device_us(problem))
 
 
 #: plans of any cost are of use
 NO_RIVAL = Rival()
+
+
+def device_us(problem: Problem) -> float:
+    """The time of the ops that only the device can run: all but updates, which the host may make
+    where weights are on the host."""
+    return sum(op.duration_us for op in problem.ops if op.phase != UPDATE)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from offcompile.ir import Infeasible
 from offcompile.ir.units import size
 from offcompile.machine.options import Options
 from offcompile.planning.fit_budget import NO_LOSS, Decided
-from offcompile.planning.planner import NO_RIVAL, Beaten, Rival
+from offcompile.planning.planner import NO_RIVAL, Beaten, Rival, device_us
 from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate, subject_of
 
 #: numbers of pieces to try, in turn
@@ -29,7 +29,7 @@ ROOM_TO_SPARE, MUCH_ROOM = 1.25, 4
 LOWER = 0.95
 #: if a plan already exists, only tensors of at least this share of the budget are split
 WORTH_SPLITTING = 1 / 8
-#: a plan with a step below this multiple of its ops' time cannot gain from a split
+#: a plan with a step below this multiple of what only the device can run cannot gain from a split
 NEARLY_FREE = 1.03
 #: if a plan's gap to its bound is below CLOSE, more pieces are not tried; below NEAR, only if they
 #: lower the bound to this share
@@ -138,8 +138,7 @@ class Ways(Generic[T]):
     def _may_gain(self, whole: Choice) -> bool:
         if self.budget is None:
             return self.most_pieces() > 1
-        compute_us = sum(op.duration_us for op in whole.annotated.problem.ops)
-        if whole.decided.fits or whole.decided.cost_us <= compute_us * NEARLY_FREE:
+        if whole.decided.fits or self._is_nearly_free(whole):
             return False
         return self._may_relieve
 
@@ -216,8 +215,8 @@ class Ways(Generic[T]):
         return replace(rival, bound_us=fewer.decided.result.lower_bound_us * LOWER_BOUND)
 
     def _is_nearly_free(self, choice: Choice) -> bool:
-        compute_us = sum(op.duration_us for op in choice.annotated.problem.ops)
-        return self.budget is not None and choice.decided.cost_us <= compute_us * NEARLY_FREE
+        least_us = device_us(choice.annotated.problem)
+        return self.budget is not None and choice.decided.cost_us <= least_us * NEARLY_FREE
 
     def _beats(self, one: Decided, other: Decided) -> bool:
         faster = one.cost_us < other.cost_us * (1 - NO_LOSS)
