@@ -20,7 +20,7 @@ from offcompile.graph.weight_placement import (
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.planning.fit_budget import Decided, PlanSearch, fit_budget, planning_seconds
 from offcompile.planning.floors import floor_of
-from offcompile.planning.planner import Beaten, Rival
+from offcompile.planning.planner import Beaten, Rival, device_us
 from offcompile.report.explain import fates
 from offcompile.report.modes import modes, module_rows
 
@@ -361,3 +361,27 @@ def test_shares_of_weights_are_compared_only_where_places_may_gain_what_updates_
         choice = Choice(on_host(frozenset()), leave)
         assert module._dear_to_update(choice, stay) is dear
         assert not module._dear_to_update(choice, None)
+
+
+def test_some_weights_may_leave_for_their_updates_where_no_plan_with_all_there_is_faster() -> None:
+    budget = LAYERS * WEIGHT_BYTES * 3 // 4
+    leave = at(budget)(on_host(frozenset()), may_fit=False)
+    stay = replace(leave, result=at(LAYERS * WEIGHT_BYTES * 2)(tower(False), may_fit=True).result)
+    assert stay.cost_us < leave.result.lower_bound_us
+    choice = Choice(on_host(frozenset()), leave)
+    assert not module._dear_to_update(choice, stay)  # the update is in the plan, or costs nothing
+    assert module._dear_to_update(replace(choice, decided=replace(leave, updates_us=1.0)), stay)
+
+
+def test_a_step_is_not_nearly_free_if_the_host_could_take_its_updates() -> None:
+    found = tower(False).problem
+    updates = [Op(f"U{i}", "update", OP_US / 5, (f"g{i}",), (f"w{i}",)) for i in range(LAYERS)]
+    step = replace(found, ops=(*found.ops, *updates))
+    whole_us = sum(op.duration_us for op in step.ops)
+    made = at(LAYERS * WEIGHT_BYTES * 2)(Annotated(step, {}, {}, {}), may_fit=True)
+    assert made.cost_us == pytest.approx(whole_us)
+    assert not module._hides(made, step)
+    assert module._hides(
+        made, replace(step, ops=tuple(replace(o, phase="backward") for o in step.ops))
+    )
+    assert device_us(step) == pytest.approx(device_us(found))

@@ -100,7 +100,7 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
             ),
         )
 
-    problem = SimpleNamespace(ops=[SimpleNamespace(duration_us=100.0)])
+    problem = SimpleNamespace(ops=[SimpleNamespace(duration_us=100.0, phase="forward")])
     parts = (SplitPart("loss", 512, 2048, 4, ("mm",), 1), SplitPart("chain", 9, 9, 2, ("mm",), 3))
     return (
         Ways(
