@@ -58,41 +58,56 @@ Row = dict[str, Any]
 # --- one row, in a process of its own ---------------------------------------------------------
 
 
-def measured(case: Case, seconds: float | None) -> Row:
-    """The row's figures, in µs and bytes; `ours` None: no plan."""
+def ahead_of(case: Case) -> Any:
+    """Trace the model (an `Ahead`)."""
     from offcompile.ahead.batch_trace import as_arguments
     from offcompile.ahead.factories import build
-    from offcompile.ahead.fitting import published_ways, variants
-    from offcompile.ahead.plan import Ahead, ForecastRequest, simple_ways
-    from offcompile.ir import Infeasible
+    from offcompile.ahead.plan import Ahead, ForecastRequest
     from offcompile.machine.options import Options
-    from offcompile.planning.floors import floor_of, peak_alone, with_reserve
 
-    began = time.process_time()
     built = build(case.model, case.batch, case.length, "bfloat16")
     given = built.inputs(case.batch)
     named = given if isinstance(given, dict) else {}
     plain = () if isinstance(given, dict) else as_arguments(given)
     options = Options.read({"hardware": case.hardware, "reuse_plans": False})
     asked = ForecastRequest(built.model, plain, named, options, built.loss, case.optimizer)
-    ahead = Ahead.of(asked, _quiet)
+    return Ahead.of(asked, quiet)
+
+
+def extent(ahead: Any) -> tuple[int, int]:
+    """The least memory that any plan needs, and the peak when nothing moves."""
+    from offcompile.ahead.fitting import variants
+    from offcompile.planning.floors import floor_of, peak_alone, with_reserve
+
     problems, machine_for = variants(ahead), ahead.survey.machine
-    alone = peak_alone(problems[0], machine_for)
     reserve = ahead.target.reserve_bytes
     floor = min(with_reserve(floor_of(p, machine_for), reserve) for p in problems)
+    return floor, peak_alone(problems[0], machine_for)
+
+
+def measured(case: Case, seconds: float | None) -> Row:
+    """The row's figures, in µs and bytes; `ours` None: no plan."""
+    from offcompile.ahead.fitting import published_ways, variants
+    from offcompile.ahead.plan import simple_ways
+    from offcompile.ir import Infeasible
+
+    began = time.process_time()
+    ahead = ahead_of(case)
+    floor, alone = extent(ahead)
+    ops = variants(ahead)[0].ops
     budget = min(budget_bytes(case.budget, alone, floor), ahead.target.device_bytes)
     traced = time.process_time() - began
     row: Row = {
-        "compute": sum(op.duration_us for op in problems[0].ops),
+        "compute": sum(op.duration_us for op in ops),
         "plain_peak": alone,
         "floor": floor,
         "budget": budget,
-        "ops": len(problems[0].ops),
+        "ops": len(ops),
         "traced_s": traced,
     }
     began = time.process_time()
     try:
-        chosen = ahead.choose(budget, _quiet, seconds, explains=False)
+        chosen = ahead.choose(budget, quiet, seconds, explains=False)
         decided = chosen.decided
         row |= {"ours": decided.result.makespan_us, "bound": decided.result.lower_bound_us}
     except Infeasible as error:
@@ -116,7 +131,7 @@ def _held(ahead: Any, budget: int, chosen: Any) -> Row:
     from offcompile.planning.fit_budget import planning_seconds
 
     seconds = LONGER * planning_seconds(ahead.survey.problem(ahead.graphs).problem)
-    choice = ahead.choose(budget, _quiet, seconds, explains=False)
+    choice = ahead.choose(budget, quiet, seconds, explains=False)
     decided, problem = chosen.decided, chosen.annotated.problem
     proven = lower_bound(problem, decided.machine, BOUND_SECONDS, BOUND_SLOTS)
     return {
@@ -125,7 +140,7 @@ def _held(ahead: Any, budget: int, chosen: Any) -> Row:
     }
 
 
-def _quiet(told: str) -> None:
+def quiet(told: str) -> None:
     """Nobody listens."""
 
 
