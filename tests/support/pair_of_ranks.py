@@ -17,9 +17,9 @@ LONGEST_S = 3600
 _HERE = Path(__file__).resolve().parent
 
 
-def run(cells: Sequence[Cell]) -> list[list[dict[str, Any]]]:
-    """Train the cells on both ranks; returns each rank's findings, one a cell."""
-    return start("rank_child.py", [asdict(cell) for cell in cells])
+def run(cells: Sequence[Cell], world: int = WORLD) -> list[list[dict[str, Any]]]:
+    """Train the cells on all ranks; returns each rank's findings, one a cell."""
+    return start("rank_child.py", [world, [asdict(cell) for cell in cells]], world)
 
 
 def start(

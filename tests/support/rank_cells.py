@@ -91,6 +91,16 @@ def _cells() -> tuple[Cell, ...]:
 
 
 CELLS = _cells()
+#: on four ranks. Sums of more than two have other bits where DDP is reduced in its place, so here
+#: DDP reduces by itself.
+ON_FOUR = (
+    Cell("ddp", "inside", MIDDLING, settings={"static_graph": True}),
+    Cell("ddp", "whole", MINIMUM, settings={"find_unused_parameters": True}),
+    Cell("fsdp", "whole", MIDDLING),
+    Cell("fsdp", "blocks_after", MINIMUM, steps="accumulate"),
+    Cell("fsdp", "blocks_after", MIDDLING, "overlap_max_norm"),
+    Cell("fsdp_root", "whole", WHOLE),
+)
 #: some that always run, beside those of `trust.ranks`
 FEW = (
     Cell("ddp", "inside", MIDDLING, "overlap_sharded"),

@@ -1,7 +1,7 @@
-"""One of two ranks that trains every cell it is given, each beside its twin under `aot_eager`.
+"""One of several ranks that trains every cell it is given, each beside its twin under `aot_eager`.
 
-`python rank_child.py RANK STORE CELLS` prints a line of JSON per cell; CELLS is JSON, too:
-fields of `rank_cells.Cell`.
+`python rank_child.py RANK STORE ASKED` prints a line of JSON per cell; ASKED is JSON, too: the
+number of ranks, and fields of `rank_cells.Cell` for each cell.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zoo import GPT
 import offcompile
 from offcompile.optim import AdamW
 
-WORLD, STEPS, MAX_NORM = 2, 3, 0.5
+STEPS, MAX_NORM = 3, 0.5
 WORDS, LENGTH = 96, 32
 OPTIONS = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}
 
@@ -54,7 +54,7 @@ def wrapped(model: nn.Module, cell: Cell) -> nn.Module:
         settings["mp_policy"] = MixedPrecisionPolicy(half, torch.float32)
     if "offload_policy" in settings:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    settings["mesh"] = init_device_mesh("cpu", (WORLD,))
+    settings["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
     if cell.wrap == "fsdp":
         for block in model.blocks:
             fully_shard(block, **settings)
@@ -153,12 +153,13 @@ def found(cell: Cell, expected: list[Tensor], rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], WORLD)
+    world, cells = json.loads(sys.argv[3])
+    rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], world)
     torch.set_num_threads(1)
     freeze_imports()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     twins: dict[str, list[Tensor]] = {}
-    for fields in json.loads(sys.argv[3]):
+    for fields in cells:
         cell = Cell(**fields)
         said: dict[str, Any] = {"cell": cell.name, "error": None}
         try:
