@@ -81,12 +81,9 @@ def table(rows: Iterable[tuple[Case, Row]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def distinct() -> list[Case]:
+def distinct() -> dict[tuple[str, str], Case]:
     """The cases of `benchmarks.real` but for their budgets."""
-    found: dict[tuple[str, str], Case] = {}
-    for case in CASES:
-        found.setdefault((case.name, case.hardware), case)
-    return list(found.values())
+    return {(case.name, case.hardware): case for case in CASES}
 
 
 def main() -> None:
@@ -98,11 +95,10 @@ def main() -> None:
         print(table([(case, measured(case, 3)) for case in QUICK]))
         return
     kept = json.loads(ROWS.read_text("utf-8")) if ROWS.exists() and asked.only else []
-    rows = {(r["case"]["model"], r["case"]["hardware"], r["case"]["optimizer"]): r for r in kept}
-    for case in distinct():
+    rows = {(Case(**r["case"]).name, r["case"]["hardware"]): r for r in kept}
+    for key, case in distinct().items():
         if asked.only is not None and asked.only not in case.name:
             continue
-        key = case.model, case.hardware, case.optimizer
         rows[key] = {"case": case.to_json(), "row": measured(case, BUDGETS)}
         print(case.name, f"{worst_of(rows[key]['row']):.1%}", flush=True)
         ROWS.write_text(json.dumps(list(rows.values()), indent=1) + "\n", "utf-8")

@@ -8,9 +8,9 @@ few have memory at a time. An optimizer that updates during backward then does s
 other gradients go to `.grad`.
 
 Ranks have to agree on nothing but the order of buckets, and that follows from the parameters: they
-are cut from the parameters in reverse order, and sent in that order, no matter which are
-full first. So ranks may run different plans. Small parameters, whose gradients no graph offers,
-have buckets of their own, which are sent last.
+are cut from the parameters in reverse order, and sent in that order, no matter which are full
+first. So ranks may run different plans. Small parameters, whose gradients no graph offers, have
+buckets of their own, which are sent last.
 """
 
 from __future__ import annotations

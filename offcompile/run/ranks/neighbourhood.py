@@ -68,8 +68,10 @@ class Neighbourhood:
         mine = BESIDE if obstacle is None else APART
         way = ranks.store.compare_set(f"{self._key}/way", "", mine).decode()
         if way != BESIDE or self._own is None or other is None:
-            tell_once(f"Two ranks reduce gradients by collectives: {obstacle}")
+            why = obstacle or "the other rank has decided so"
+            tell_once(f"Two ranks reduce gradients by collectives: {why}")
             return None
+        tell_once("Two ranks reduce gradients in each other's memory")
         alive = partial(lives, there["address"]["pid"])
         sides, is_first = (self._own, other), ranks.rank < rank
         return Neighbours(parameters, sides, self._room, is_first, alive, timeout_s(group))
