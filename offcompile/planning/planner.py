@@ -65,7 +65,7 @@ class Rival:
 
     cost_us: float = float("inf")
     #: a problem is searched only if a plan may take less than this, and less than this multiple of
-    #: the time of the ops that the host cannot run
+    #: its ops' time
     bound_us: float = float("inf")
     of_ops: float = float("inf")
     #: its plan, and the weights that this keeps on the device while others are on the host
@@ -83,7 +83,7 @@ class Rival:
         least_us = min(self.cost_us, self.bound_us)
         if self.of_ops == float("inf"):
             return least_us
-        return min(least_us, self.of_ops * device_us(problem))
+        return min(least_us, self.of_ops * sum(op.duration_us for op in problem.ops))
 
 
 #: plans of any cost are of use

@@ -100,7 +100,9 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
             ),
         )
 
-    problem = SimpleNamespace(ops=[SimpleNamespace(duration_us=100.0, phase="forward")])
+    times = more.get("ops", {"forward": 100.0})
+    ops = [SimpleNamespace(duration_us=us, phase=phase) for phase, us in times.items()]
+    problem = SimpleNamespace(ops=ops)
     parts = (SplitPart("loss", 512, 2048, 4, ("mm",), 1), SplitPart("chain", 9, 9, 2, ("mm",), 3))
     return (
         Ways(
@@ -171,6 +173,14 @@ def test_the_whole_is_searched_first_only_if_it_may_be_nearly_free() -> None:
     assert chosen(costs, bounds=never) == (8, [None, 8, None])
     assert chosen(costs, bounds=never | {None: 105}) == (8, [None, 8, None])
     assert chosen(costs | {None: 108}, bounds=never | {None: 105}) == (None, [None, 8, None])
+
+
+def test_a_step_that_only_updates_make_dear_is_planned_in_all_ways() -> None:
+    ops = {"forward": 105.0, "update": 15.0}
+    costs = {None: 122, 8: 112, 16: 115}
+    assert chosen(costs, ops=ops) == (8, [None, 8, 16, None])
+    assert chosen(costs | {8: 130, 16: 130}, ops=ops) == (None, [None, 8, 16, None])
+    assert chosen({None: 108}, ops=ops) == (None, [None])
 
 
 def test_the_whole_is_planned_after_all_if_no_pieces_have_a_plan() -> None:

@@ -80,12 +80,21 @@ class Ways(Generic[T]):
 
     def _best(self) -> tuple[T, int | None]:
         """The best plan, and the number of its pieces."""
+        limit = self._nearly_free
         try:
-            whole = self.whole(False, self._nearly_free)
+            whole = self.whole(False, limit)
         except Infeasible:
             return self._only_in_pieces()
         except Beaten:
             return self._pieces_first()
+        if limit.limits_bounds and self._is_free_but_for_updates(self.choice(whole)):
+            # within that limit not all places of weights were compared, and the host's updates may
+            # save more than the limit leaves
+            with contextlib.suppress(Infeasible):
+                other = self._pieces_first()
+                if self._beats(self.choice(other[0]).decided, self.choice(whole).decided):
+                    return other
+            return whole, None
         if self._may_gain(self.choice(whole)):
             found = self._best_in_pieces(self.choice(whole))
             if found is not None:
@@ -217,6 +226,11 @@ class Ways(Generic[T]):
     def _is_nearly_free(self, choice: Choice) -> bool:
         least_us = device_us(choice.annotated.problem)
         return self.budget is not None and choice.decided.cost_us <= least_us * NEARLY_FREE
+
+    def _is_free_but_for_updates(self, choice: Choice) -> bool:
+        ops_us = sum(op.duration_us for op in choice.annotated.problem.ops)
+        is_near = choice.decided.cost_us <= ops_us * NEARLY_FREE
+        return is_near and not choice.decided.fits and not self._is_nearly_free(choice)
 
     def _beats(self, one: Decided, other: Decided) -> bool:
         faster = one.cost_us < other.cost_us * (1 - NO_LOSS)
