@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,20 @@ Floats = npt.NDArray[np.float64]
 
 #: modules that have HiGHS, by preference
 _HOMES = ("highspy._core", "scipy.optimize._highspy._core")
+
+
+def load() -> Any:
+    """Import HiGHS. ImportError if neither package is there."""
+    for name in _HOMES:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError("planning needs HiGHS: pip install highspy (or scipy>=1.15)")
+
+
+# now, since searches count their time
+highs: Any = load()
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +129,6 @@ def solve(
     least, most: of each column; 0 and without limit by default. whole: the columns that have to be
     integers. options: of HiGHS, such as `time_limit` in seconds. RuntimeError if it refuses them.
     """
-    highs = _highs()
     matrix = limits.matrix if equal is None else limits.matrix.above(equal.matrix)
     fixed = np.asarray([] if equal is None else equal.limits, dtype=np.float64)
     height, width = matrix.shape
@@ -139,7 +151,6 @@ def solve(
 
 
 def _run(program: Any, options: dict[str, float], has_integers: bool) -> Solution:
-    highs = _highs()
     solver, chosen = highs._Highs(), highs.HighsOptions()
     chosen.output_flag = chosen.log_to_console = False
     chosen.presolve = "on"
@@ -165,14 +176,3 @@ def _run(program: Any, options: dict[str, float], has_integers: bool) -> Solutio
     if outcome is not Outcome.BEST:
         return Solution(outcome)
     return Solution(outcome, np.array(found.col_value), np.array(found.row_dual))
-
-
-@cache
-def _highs() -> Any:
-    """ImportError if neither package is there."""
-    for name in _HOMES:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise ImportError("planning needs HiGHS: pip install highspy (or scipy>=1.15)")

@@ -97,16 +97,11 @@ def test_an_option_that_highs_does_not_know_is_refused() -> None:
 
 
 def test_scipys_highs_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    highs._highs.cache_clear()
-    try:
-        monkeypatch.setitem(sys.modules, "highspy._core", None)
-        assert highs._highs().__name__ == "scipy.optimize._highspy._core"
-        assert solve([1.0], Constraints(Matrix.dense([[-1.0]], 1), [-2.0])).x == pytest.approx(
-            [2.0]
-        )
-        monkeypatch.setitem(sys.modules, "scipy.optimize._highspy._core", None)
-        highs._highs.cache_clear()
-        with pytest.raises(ImportError, match="pip install highspy"):
-            highs._highs()
-    finally:
-        highs._highs.cache_clear()
+    monkeypatch.setitem(sys.modules, "highspy._core", None)
+    other = highs.load()
+    assert other.__name__ == "scipy.optimize._highspy._core"
+    monkeypatch.setattr(highs, "highs", other)
+    assert solve([1.0], Constraints(Matrix.dense([[-1.0]], 1), [-2.0])).x == pytest.approx([2.0])
+    monkeypatch.setitem(sys.modules, "scipy.optimize._highspy._core", None)
+    with pytest.raises(ImportError, match="pip install highspy"):
+        highs.load()
