@@ -30,10 +30,10 @@ from offcompile.planning.splitting import Splitting
 from .annotate import Annotated
 
 #: weights move to the host, and some stay after all, only if a step gains more than this share
-WORTH_LEAVING = 0.02
+WORTH_LEAVING = 0.01
 #: a placement of weights is searched only if its bound is below this share of the best plan's step:
-#: searches seldom come closer to a bound than by 2%, and less than `WORTH_LEAVING` is no gain
-WORTH_SEARCHING = 0.96
+#: less than `WORTH_LEAVING` is no gain
+WORTH_SEARCHING = 0.99
 #: share of the usual search time: for plans that are only compared, and for plans that may still
 #: gain `WORTH_LEAVING` according to their lower bound
 TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
