@@ -22,14 +22,14 @@ Order = tuple[Execution, ...]
 #: orders remembered, the one longest unseen is forgotten first
 MOST_ORDERS = 32
 #: times that one order is planned: rooms that never settle are not worth more
-MOST_PLANS = 8
+MOST_PLANS = 16
 #: a table is made anew if an execution leaves less room than it was made for, or if all leave more,
 #: by these shares of the memory that it was made for
 LESS_ROOM, MORE_ROOM = 1 / 64, 1 / 32
 #: while rooms still grow, only so much more makes a table anew: each plan takes time from a step
-MUCH_MORE_ROOM = 1 / 4
+MUCH_MORE_ROOM = 1 / 8
 #: steps after which rooms count as grown
-CALM_STEPS = 2
+CALM_STEPS = 1
 
 
 @dataclass(eq=False)
@@ -63,6 +63,8 @@ class StepFollower:
         self.kept = self.lost = 0
         #: steps that have ended since rooms were last announced to grow
         self._calm_steps = CALM_STEPS
+        #: bytes by which rooms were announced to grow since the last plan
+        self._announced_bytes = 0
 
     @property
     def position(self) -> int:
@@ -111,13 +113,21 @@ class StepFollower:
         self.table = None
         self.due = []
 
-    def rooms_grow(self, nbytes: int) -> None:
-        """Expect this much more room in every execution (less, if below 0) than was recorded."""
+    @property
+    def unused_bytes(self) -> int:
+        """The room announced that the table does not use yet, since it was made before. 0 without a
+        table: then tensors fill whatever room there is."""
+        return 0 if self.table is None else max(0, self._announced_bytes)
+
+    def rooms_grow(self, nbytes: int, grown: Callable[[int], int]) -> None:
+        """Expect more room in executions than was recorded (less, if `nbytes` is below 0): `grown`
+        of the bytes recorded, `nbytes` more at most."""
         if nbytes:
             self._calm_steps = 0
-            self.record.rooms_grow(nbytes)
+            self._announced_bytes += nbytes
+            self.record.rooms_change(grown)
             for known in self._known.values():
-                known.record = known.record.with_more_room(nbytes)
+                known.record = known.record.with_rooms(grown)
 
     def spoil(self) -> None:
         """Leave the running step out: it uses the room for more than saved tensors."""
@@ -179,15 +189,16 @@ class StepFollower:
         """Have an order planned that has been seen again, if it has no plan or rooms changed."""
         record = known.record.merged(done)
         if known.planned is not None:
-            grown = _grown(known.planned, record)
+            least, mean = _growth(known.planned, record)
             worth = MORE_ROOM if self._calm_steps > CALM_STEPS else MUCH_MORE_ROOM
-            if -LESS_ROOM <= grown <= worth:
+            if least >= -LESS_ROOM and mean <= worth:
                 return
             if known.plans >= MOST_PLANS:
-                known.table = known.table if grown > 0 else None
+                known.table = known.table if least > 0 else None
                 return
         known.plans += 1
         known.planned = record
+        self._announced_bytes = 0
         known.table = self._plan(record)
         self.newest = known.table or self.newest
 
@@ -200,8 +211,9 @@ class StepFollower:
         self.table = None if expected is None else expected.table
 
 
-def _grown(planned: RecordedStep, now: RecordedStep) -> float:
-    """The growth in the room of every execution, as a share of the memory planned for."""
+def _growth(planned: RecordedStep, now: RecordedStep) -> tuple[float, float]:
+    """The growth in the rooms of executions, as shares of the memory planned for: least, mean."""
     most = max(m.room_bytes + planned.own_bytes(p) for p, m in enumerate(planned.measured))
     pairs = zip(planned.measured, now.measured, strict=True)
-    return min(new.room_bytes - old.room_bytes for old, new in pairs) / max(1, most)
+    grown = [new.room_bytes - old.room_bytes for old, new in pairs]
+    return min(grown) / max(1, most), sum(grown) / len(grown) / max(1, most)

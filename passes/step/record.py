@@ -86,9 +86,9 @@ class RecordedStep:
             after_us=min(self.after_us, other.after_us),
         )
 
-    def with_more_room(self, nbytes: int) -> RecordedStep:
-        """The same step where every execution leaves `nbytes` more."""
-        rooms = (Measured(m.duration_us, max(0, m.room_bytes + nbytes)) for m in self.measured)
+    def with_rooms(self, changed: Callable[[int], int]) -> RecordedStep:
+        """The same step where every execution leaves `changed(room_bytes)`."""
+        rooms = (Measured(m.duration_us, changed(m.room_bytes)) for m in self.measured)
         return replace(self, measured=tuple(rooms))
 
 
@@ -168,9 +168,9 @@ class StepRecord:
         block = self._blocks.get(key)
         return block if block is not None and self._alive.get(block) == key else None
 
-    def rooms_grow(self, nbytes: int) -> None:
+    def rooms_change(self, changed: Callable[[int], int]) -> None:
         for run in self._runs:
-            run.room_bytes = max(0, run.room_bytes + nbytes)
+            run.room_bytes = changed(run.room_bytes)
 
     def spoil(self) -> None:
         """Leave this step out: it uses the room for more than saved tensors."""

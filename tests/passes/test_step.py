@@ -341,7 +341,7 @@ def test_much_more_room_that_is_announced_is_planned_with_at_once() -> None:
     steps, follower, asked = followed([60] * 3)
     for _ in range(3):
         steps.step(range(3))
-    follower.rooms_grow(60)
+    follower.rooms_grow(60, lambda room: room + 60)
     steps.rooms = [120] * 3
     steps.step(range(3))
     assert [m.room_bytes for m in asked[-1].measured] == [120] * 6
@@ -352,14 +352,41 @@ def test_a_little_more_room_is_planned_with_once_it_grows_no_more() -> None:
     for _ in range(3):
         steps.step(range(3))
     for room in (66, 72):
-        follower.rooms_grow(6)
+        follower.rooms_grow(6, lambda room: room + 6)
         steps.rooms = [room] * 3
         steps.step(range(3))
-    assert len(asked) == 1
+    assert len(asked) == 1 and follower.unused_bytes == 12
     for _ in range(follow.CALM_STEPS + 1):
         steps.step(range(3))
     assert [m.room_bytes for m in asked[-1].measured] == [72] * 6
-    assert len(asked) == 2
+    assert len(asked) == 2 and follower.unused_bytes == 0
+
+
+def test_room_that_grows_in_most_executions_is_planned_with() -> None:
+    steps, follower, asked = followed([60] * 3)
+    for _ in range(3):
+        steps.step(range(3))
+    follower.rooms_grow(60, lambda room: room)
+    steps.rooms = [60, 120, 120]
+    for _ in range(follow.CALM_STEPS + 2):
+        steps.step(range(3))
+    assert [m.room_bytes for m in asked[-1].measured] == [60, 120, 120, 120, 120, 60]
+
+
+def test_room_that_shrinks_in_one_execution_is_planned_with_although_others_have_more() -> None:
+    steps, _, asked = followed([60] * 3)
+    for _ in range(3):
+        steps.step(range(3))
+    steps.rooms = [40, 120, 120]
+    for _ in range(2):
+        steps.step(range(3))
+    assert [m.room_bytes for m in asked[-1].measured] == [40, 60, 60, 60, 60, 40]
+
+
+def test_without_a_table_all_room_counts_as_used() -> None:
+    _, follower, _ = followed([60] * 3)
+    follower.rooms_grow(60, lambda room: room + 60)
+    assert follower.unused_bytes == 0
 
 
 def test_a_step_that_uses_its_room_otherwise_has_no_table() -> None:

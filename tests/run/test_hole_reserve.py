@@ -41,6 +41,16 @@ def test_the_reserve_gives_up_what_steps_leave_free_and_says_how_much() -> None:
     assert process.trims == 0
 
 
+def test_what_was_given_up_and_is_not_used_yet_is_not_given_up_twice() -> None:
+    process = Process(held=800)
+    left = process.left
+    given = 0
+    for _ in range(20):
+        process.reserve.ran(left, FIRST, 0, True)
+        given += process.reserve.step_over(0, unused_bytes=given)
+    assert left - 2 * BUDGET * WORTH < given <= left
+
+
 def test_a_part_stays_reserved_whatever_is_free() -> None:
     process = Process(held=100)
     for _ in range(20):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,8 +141,11 @@ class GraphRuns:
             forward = self.name, FORWARD, binding, sizes
             own = keeper.bytes_of(forward) if phase == BACKWARD else 0
         if keeper.step_begins():
-            keeper.steps.rooms_grow(self.reserve.step_over(heap().trims))
-        kept = max(limit - self.reserve.nbytes, int(limit * KEEPER_SHARE))
+            before_bytes = self.reserve.nbytes
+            less = self.reserve.step_over(heap().trims, keeper.steps.unused_bytes)
+            grown = partial(_grown, before_bytes=before_bytes, now_bytes=self.reserve.nbytes)
+            keeper.steps.rooms_grow(less, grown)
+        kept = _keeps(limit, self.reserve.nbytes)
         most = kept + (own or 0)
         spare = min(limit, self.reserve.free_bytes)
         keeper.enter(execution, most, no_buffer_reuse, weights, phase == BACKWARD, own)
@@ -175,6 +179,17 @@ class GraphRuns:
                     return execution[2], execution[3]
         newest = self.entry.waiting()[-1:]
         return newest[0].binding if newest else self.binding, self.sizes
+
+
+def _keeps(limit_bytes: int, reserve_bytes: int) -> int:
+    """The bytes that the keeper may hold of those left beside a run."""
+    return max(limit_bytes - reserve_bytes, int(limit_bytes * KEEPER_SHARE))
+
+
+def _grown(kept_bytes: int, *, before_bytes: int, now_bytes: int) -> int:
+    """The bytes that the keeper may hold with another reserve."""
+    limit = min(kept_bytes + before_bytes, int(kept_bytes / KEEPER_SHARE))
+    return _keeps(limit, now_bytes)
 
 
 def _share(limit_bytes: int, others: Sequence[ActivationCache]) -> int:

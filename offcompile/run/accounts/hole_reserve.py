@@ -77,10 +77,15 @@ class HoleReserve:
         self._left_bytes = min(self._left_bytes, left_bytes)
         self._unknown_bytes = max(self._unknown_bytes, int(gained - accounted))
 
-    def step_over(self, trims: int) -> int:
-        """Note the end of a step; `trims`: how often pages have gone back so far. Returns the bytes
-        by which the reserve has shrunk, below 0 if it has grown."""
-        left, unknown, whole = self._left_bytes, self._unknown_bytes, self._has_returned
+    def step_over(self, trims: int, unused_bytes: int = 0) -> int:
+        """Note the end of a step. Returns the bytes by which the reserve has shrunk, below 0 if it
+        has grown.
+
+        trims: how often pages have gone back so far. unused_bytes: those given up that no tensor
+        fills yet, though some will once the step is planned again.
+        """
+        left, unknown = self._left_bytes - unused_bytes, self._unknown_bytes
+        whole = self._has_returned
         self._left_bytes, self._unknown_bytes, self._has_returned = float("inf"), 0, False
         trimmed, self._trims = trims > self._trims, trims
         if not whole:
