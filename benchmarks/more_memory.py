@@ -39,16 +39,17 @@ def measured(case: Case, budgets: int) -> Row:
     for n in range(budgets):
         nbytes = int(least + (most - least) * n / (budgets - 1))
         try:
-            found = ahead.choose(nbytes, quiet, explains=False).decided.result
-            steps.append((nbytes, found.makespan_us))
+            decided = ahead.choose(nbytes, quiet, explains=False).decided
+            steps.append((nbytes, decided.result.makespan_us))
+            alone = min(alone, nbytes) if decided.fits else alone
         except Infeasible:
             steps.append((nbytes, None))
     return {"steps": steps, "plain": alone}
 
 
 def worst_of(row: Row) -> float:
-    """The largest share by which a step is slower than one with less memory. The whole peak is left
-    out: there nothing moves, and the graph is left alone."""
+    """The largest share by which a step is slower than one with less memory. Budgets in which the
+    step fits are left out: there nothing moves, and the graph is left alone."""
     best_us, worst = float("inf"), 0.0
     for nbytes, us in row["steps"]:
         if us is not None and nbytes < row["plain"]:
@@ -62,8 +63,8 @@ def table(rows: Iterable[tuple[Case, Row]]) -> str:
         "",
         "`python -m benchmarks.more_memory`: steps in ms, as planned for ten budgets of each model",
         "of [real](real.md), from near the floor to the plain peak or the whole card. *slower*: at",
-        "most so much slower than with less memory. Budgets of the plain peak stand in brackets,",
-        "and do not count: a step that fits is left as it is.",
+        "most so much slower than with less memory. Budgets in which all of the step fits stand in",
+        "brackets, and do not count: such a step is left as it is.",
         "",
         f"{machine()}.",
         "",
