@@ -259,3 +259,18 @@ print(before, h.resident_bytes())
 """
     )
     assert after - before <= 40 * MIB  # 128 MiB lie in holes
+
+
+def test_what_holds_a_reserved_range_counts_as_little_memory() -> None:
+    before, after = in_a_process(
+        SETUP
+        + """
+h._malloc.map_large_blocks(False)
+holes = [take(32) for _ in range(8)]
+del holes[::2]
+before = h.live_bytes()
+h._malloc.lay_out(512 << 20)
+print(before, h.live_bytes())
+"""
+    )
+    assert after - before <= MIB

@@ -109,8 +109,9 @@ class Malloc:
         if not all(hasattr(process, f) for f in ("mallinfo2", "malloc_trim", "mallopt")):
             return None
         process.mallinfo2.restype = _Info
-        process.sbrk.restype = process.malloc.restype = ctypes.c_void_p
+        process.sbrk.restype = process.malloc.restype = process.realloc.restype = ctypes.c_void_p
         process.malloc.argtypes = (ctypes.c_size_t,)
+        process.realloc.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         process.free.argtypes = (ctypes.c_void_p,)
         process.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         return cls(process)
@@ -179,7 +180,8 @@ class Malloc:
         while blocks[-1] is not None and len(blocks) < _MOST_PLUGS:
             blocks.append(process.malloc(plug_bytes))
             if (blocks[-1] or 0) > (blocks[0] or 0):
-                blocks.pop()  # the plug is never freed
+                # never freed; cut short, as all of it counts as handed out
+                process.realloc(blocks.pop(), _PLUG_BYTES)
                 break
             plug_bytes *= 2
         for block in blocks:
