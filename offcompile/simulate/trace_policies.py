@@ -17,13 +17,16 @@ from .trace_run import TraceResult, run_trace
 class NoForecast:
     """A forecast that knows nothing."""
 
-    def begin(self, execution: Hashable, expected: bool) -> None:
-        return
+    def begin(self, execution: Hashable, expected: bool) -> bool:
+        return expected
 
     def touch(self, block: BlockId, nbytes: int, born: bool) -> None:
         return
 
     def end(self) -> None:
+        return
+
+    def dead(self, block: BlockId) -> None:
         return
 
     def items(self, execution: Hashable) -> Sequence[Item]:
@@ -40,10 +43,11 @@ class Oracle(NoForecast):
         self._trace = trace
         self._now = self._end = -1
 
-    def begin(self, execution: Hashable, expected: bool) -> None:
+    def begin(self, execution: Hashable, expected: bool) -> bool:
         self._now += 1
         if not expected:
             self._end = self._now
+        return expected
 
     def items(self, execution: Hashable) -> Sequence[Item]:
         return self._items(self._trace.runs[self._now])

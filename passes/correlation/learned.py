@@ -15,8 +15,11 @@ from .tables import NAME_BYTES, Numbers, Shape, most_bytes
 class Forecast(Protocol):
     """A source of predictions of the next executions. It tracks the end of its own chain."""
 
-    def begin(self, execution: Hashable, expected: bool) -> None:
-        """Starts an execution. If it was not the one expected, the chain restarts from it."""
+    def begin(self, execution: Hashable, expected: bool) -> bool:
+        """Starts an execution. If it was not the one expected, the chain restarts from it.
+
+        Returns False if the chain restarts anyway, since other blocks are now known.
+        """
         ...
 
     def touch(self, block: BlockId, nbytes: int, born: bool) -> None:
@@ -25,6 +28,10 @@ class Forecast(Protocol):
 
     def end(self) -> None:
         """Ends the execution."""
+        ...
+
+    def dead(self, block: BlockId) -> None:
+        """Records that a block has no value until it is written again."""
         ...
 
     def items(self, execution: Hashable) -> Sequence[Item]:
@@ -98,7 +105,7 @@ class Learned:
 
     # ---- learning --------------------------------------------------------------------------
 
-    def begin(self, execution: Hashable, expected: bool) -> None:
+    def begin(self, execution: Hashable, expected: bool) -> bool:
         now = self._now = self._number(execution)
         history = tuple(self._history)
         self._to_judge = []
@@ -114,6 +121,7 @@ class Learned:
             self._end = self._history.copy()
         self._touched = set()
         now.table.begin()
+        return expected
 
     def touch(self, block: BlockId, nbytes: int, born: bool) -> None:
         if self._now is not None and block not in self._touched:
@@ -132,6 +140,9 @@ class Learned:
         self._now = None
         while self._block_bytes > self.limits.block_table_bytes and len(self._known) > 1:
             self._forget_oldest()
+
+    def dead(self, block: BlockId) -> None:
+        """Nothing: what is learned of a block outlives its value."""
 
     def _share_used(self, number: int) -> float:
         """Returns the fraction of another execution's prefetched bytes that are used now."""
@@ -165,9 +176,22 @@ class Learned:
         return () if known is None else known.table.items()
 
     def ahead(self) -> tuple[Hashable, Sequence[Item]] | None:
+        following, _ = self.guess()
+        if following is None:
+            return None
+        self.follow(following)
+        return following, self.items(following)
+
+    def guess(self) -> tuple[Hashable | None, float]:
+        """Returns the execution that probably follows the chain, and how far that is trusted."""
         guess = self.executions.next(tuple(self._end))
         known = None if guess is None else self._by_number.get(guess.execution)
-        if known is None:
-            return None
-        self._end.append(known.number)
-        return known.execution, known.table.items()
+        if guess is None or known is None:
+            return None, 0.0
+        return known.execution, self.executions.scores.of(guess)
+
+    def follow(self, execution: Hashable) -> None:
+        """Extends the chain by an execution."""
+        known = self._known.get(execution)
+        if known is not None:
+            self._end.append(known.number)

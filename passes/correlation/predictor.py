@@ -87,9 +87,9 @@ class Predictor:
         self._inside = True
         window = self.window
         expected = bool(window.chain) and window.chain[0][0] == execution
+        expected = self.forecast.begin(execution, expected)
         if not expected:
             window.forget()
-        self.forecast.begin(execution, expected)
         if not expected and self.reach.executions:
             window.expect(execution, self.forecast.items(execution))
         while window.chain and len(window.chain) <= self.reach.executions:
@@ -142,6 +142,7 @@ class Predictor:
         Returns the device bytes freed: 0 if it was not there.
         """
         window = self.window
+        self.forecast.dead(block)
         held = window.held.get(block)
         nbytes = 0
         if held is not None:

@@ -7,7 +7,7 @@ their saved activations while there is room (`runtime.keeping`), guided by their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 
 from offcompile.ir import BACKWARD, FORWARD, Machine
 from offcompile.ir.units import show_bytes
+from offcompile.passes.correlation.backwards import KnownBackwards
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.report.log import first_time, warn
 from offcompile.runtime.base.weak import WeakTensor
@@ -110,7 +111,8 @@ class GraphRuns:
         keeper = mine
         if keeper is None and shares and moves:
             mover = runtime_for(self.settings.key).mover
-            keeper = ActivationCache(mover, Predictor(), StepPlanner(self.machine_for))
+            foresight = Predictor(KnownBackwards(_backward_of))
+            keeper = ActivationCache(mover, foresight, StepPlanner(self.machine_for))
             mover.keeper = keeper
         others = [k for k in keepers.values() if k.held_bytes]
         held_bytes = 0 if keeper is None else keeper.held_bytes
@@ -179,6 +181,13 @@ class GraphRuns:
                     return execution[2], execution[3]
         newest = self.entry.waiting()[-1:]
         return newest[0].binding if newest else self.binding, self.sizes
+
+
+def _backward_of(execution: Hashable) -> Hashable | None:
+    """The backward of an execution, as `running` names them; None for a backward."""
+    assert isinstance(execution, tuple)
+    name, phase, *call = execution
+    return (name, BACKWARD, *call) if phase == FORWARD else None
 
 
 def _keeps(limit_bytes: int, reserve_bytes: int) -> int:
