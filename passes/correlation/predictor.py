@@ -161,6 +161,12 @@ class Predictor:
         at = 1 if self._inside else 0
         return chain[at][0] if len(chain) > at else None
 
+    def read_next(self) -> list[BlockId]:
+        """Returns the blocks that the execution expected next reads."""
+        chain = self.window.chain
+        at = 1 if self._inside else 0
+        return [i.block for i in chain[at][1] if not i.born] if len(chain) > at else []
+
     # ---- decisions ------------------------------------------------------------------------
 
     def predictions(self, free_bytes: int, limit: int | None = None) -> list[Wanted]:

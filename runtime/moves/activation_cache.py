@@ -28,6 +28,7 @@ from typing import TypeVar
 import torch
 
 from offcompile.passes.correlation.predictor import Predictor
+from offcompile.passes.correlation.rooms import RoomForecast
 from offcompile.passes.step.follow import Planner, StepFollower
 from offcompile.passes.step.record import RecordedStep, TensorKey
 from offcompile.passes.step.table import StepTable
@@ -63,8 +64,7 @@ class ActivationCache(CacheRoom):
         self._by_block: dict[Hashable, CacheNote] = {}
         #: (execution, tag) → the lane that last loaded it
         self._lanes: dict[tuple[Hashable, str], str] = {}
-        #: execution → the limit that it last set for the keeper
-        self._limits: dict[Hashable, int] = {}
+        self._rooms = RoomForecast()
         self._execution: Hashable = None
         self._lends = self._backward = self._counts_saved = False
         # finalizers take no lock
@@ -100,8 +100,9 @@ class ActivationCache(CacheRoom):
             self._execution, self._lends, self._backward = execution, lends, backward
             counts_own = own_bytes is not None
             self._counts_saved = counts_own and not backward
-            self.steps.enter(execution, limit_bytes - (own_bytes or 0), backward, counts_own)
-            _note(self._limits, execution, limit_bytes)
+            room_bytes = limit_bytes - (own_bytes or 0)
+            self._rooms.enter(execution, room_bytes, backward, counts_own, self.steps.record.begins)
+            self.steps.enter(execution, room_bytes, backward, counts_own)
             goes_on = self._weights.begin(weights, backward)
             old = [k for k in self._kept.values() if k.weight is not None and not goes_on]
         self._give_up(old)
@@ -120,8 +121,7 @@ class ActivationCache(CacheRoom):
             leaving, room = self.steps.leave(), self.steps.room_after()
             if room is None:
                 # tensors loaded now must still fit when the next graph runs
-                following = self._limits.get(self.foresight.following(), self.limit_bytes)
-                room = min(self.limit_bytes, following)
+                room = self._rooms.after(self.foresight.following(), self._reads_next())
             self.limit_bytes = room
         self.mover.sweep()  # tensors that have died need no copy, and their room is free
         self._evict(leaving)
@@ -147,6 +147,11 @@ class ActivationCache(CacheRoom):
         for kept in [*leaving, *victims]:
             if self._held_bytes > limit_bytes:
                 self._await_gone(kept)
+
+    def _reads_next(self) -> int:
+        """Bytes of saved tensors that the execution expected next will read."""
+        found = (self._by_block.get(block) for block in self.foresight.read_next())
+        return sum(known.saved.slot.nbytes for known in found if known is not None)
 
     # -- interface for the mover -----------------------------------------------------------------
 
