@@ -6,6 +6,8 @@ import random
 from collections.abc import Hashable, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offcompile.passes.correlation.backwards import KnownBackwards
 from offcompile.passes.correlation.blocks import BlockId
@@ -127,6 +129,28 @@ def test_backwards_of_a_pipeline_are_learned_as_they_come() -> None:
         while device.alive:
             device.backward(0)  # the oldest first
     assert device.misses <= 10 * len(TAGS) and device.hits >= 10 * 3 * len(TAGS)
+
+
+ACTS = st.tuples(st.sampled_from(["forward", "evaluate", "backward", "drop"]), st.integers(0, 3))
+
+
+@given(st.lists(ACTS, max_size=60))
+def test_any_order_of_forwards_backwards_and_drops_is_followed(acts: list[tuple[str, int]]) -> None:
+    device = Device()
+    for act, number in acts:
+        if act == "forward":
+            device.forward(number)
+        elif act == "evaluate":
+            device.forward(number, tags="")
+        elif device.alive and act == "backward":
+            device.backward(number % len(device.alive))
+        elif device.alive:
+            _, blocks = device.alive.pop(number % len(device.alive))
+            for block in blocks:
+                device.drop(block)
+    forecast = device.predictor.forecast
+    assert isinstance(forecast, KnownBackwards)
+    assert [list(w.born) for w in forecast._waiting] == [blocks for _, blocks in device.alive]
 
 
 def test_what_is_known_of_backwards_takes_no_memory_for_long() -> None:
