@@ -8,10 +8,10 @@ Between these calls the runtime asks for `predictions` and `victims`, and report
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 
-from .blocks import BlockId
+from .blocks import BlockId, Item
 from .learned import Forecast, Learned
 from .window import Victim, Wanted, Window
 
@@ -157,15 +157,17 @@ class Predictor:
 
     def following(self) -> Hashable | None:
         """Returns the execution expected next; None if unknown."""
-        chain = self.window.chain
-        at = 1 if self._inside else 0
-        return chain[at][0] if len(chain) > at else None
+        following = self._following()
+        return None if following is None else following[0]
 
     def read_next(self) -> list[BlockId]:
         """Returns the blocks that the execution expected next reads."""
-        chain = self.window.chain
-        at = 1 if self._inside else 0
-        return [i.block for i in chain[at][1] if not i.born] if len(chain) > at else []
+        following = self._following()
+        return [] if following is None else [i.block for i in following[1] if not i.born]
+
+    def _following(self) -> tuple[Hashable, Sequence[Item]] | None:
+        chain, at = self.window.chain, int(self._inside)
+        return chain[at] if len(chain) > at else None
 
     # ---- decisions ------------------------------------------------------------------------
 

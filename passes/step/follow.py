@@ -23,8 +23,8 @@ Order = tuple[Execution, ...]
 MOST_ORDERS = 32
 #: times that one order is planned: rooms that never settle are not worth more
 MOST_PLANS = 16
-#: a table is made anew if an execution leaves less room than it was made for, or if all leave more,
-#: by these shares of the memory that it was made for
+#: a table is made anew if an execution leaves less room than it was made for, or if they leave more
+#: on average, by these shares of the memory that it was made for
 LESS_ROOM, MORE_ROOM = 1 / 64, 1 / 32
 #: while rooms still grow, only so much more makes a table anew: each plan takes time from a step
 MUCH_MORE_ROOM = 1 / 8
@@ -43,6 +43,8 @@ class _Known:
     planned: RecordedStep | None = None
     #: the order of the step that came next, the last time
     followed_by: Order | None = None
+    #: bytes by which rooms had been announced to grow when it was planned last
+    announced_bytes: int = 0
 
 
 class StepFollower:
@@ -63,8 +65,8 @@ class StepFollower:
         self.kept = self.lost = 0
         #: steps that have ended since rooms were last announced to grow
         self._calm_steps = CALM_STEPS
-        #: bytes by which rooms were announced to grow since the last plan
-        self._announced_bytes = 0
+        #: bytes by which rooms were announced to grow so far, and those that the table knows of
+        self._announced_bytes = self._used_bytes = 0
 
     @property
     def position(self) -> int:
@@ -117,7 +119,8 @@ class StepFollower:
     def unused_bytes(self) -> int:
         """The room announced that the table does not use yet, since it was made before. 0 without a
         table: then tensors fill whatever room there is."""
-        return 0 if self.table is None else max(0, self._announced_bytes)
+        unused = self._announced_bytes - self._used_bytes
+        return 0 if self.table is None else max(0, unused)
 
     def rooms_grow(self, nbytes: int, grown: Callable[[int], int]) -> None:
         """Expect more room in executions than was recorded (less, if `nbytes` is below 0): `grown`
@@ -197,8 +200,7 @@ class StepFollower:
                 known.table = known.table if least > 0 else None
                 return
         known.plans += 1
-        known.planned = record
-        self._announced_bytes = 0
+        known.planned, known.announced_bytes = record, self._announced_bytes
         known.table = self._plan(record)
         self.newest = known.table or self.newest
 
@@ -208,7 +210,8 @@ class StepFollower:
             newest = reversed(self._known.values())
             begin = (k for k in newest if k.table is not None and k.record.names[0] == name)
             expected = next(begin, None)
-        self.table = None if expected is None else expected.table
+        if expected is not None:
+            self.table, self._used_bytes = expected.table, expected.announced_bytes
 
 
 def _growth(planned: RecordedStep, now: RecordedStep) -> tuple[float, float]:

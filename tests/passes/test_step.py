@@ -383,6 +383,21 @@ def test_room_that_shrinks_in_one_execution_is_planned_with_although_others_have
     assert [m.room_bytes for m in asked[-1].measured] == [40, 60, 60, 60, 60, 40]
 
 
+def test_each_order_knows_of_the_room_that_it_was_planned_with() -> None:
+    steps, follower, asked = followed([60] * 3)
+    for _ in range(4):
+        steps.step(range(3))
+        steps.step(range(2))
+    follower.rooms_grow(60, lambda room: room + 60)
+    steps.rooms = [120] * 3
+    steps.step(range(3))
+    assert [len(s.executions) for s in asked] == [4, 6, 4]
+    assert follower.unused_bytes == 60, "the longer step ran by its old table"
+    steps.step(range(2))
+    assert [len(s.executions) for s in asked] == [4, 6, 4, 6]
+    assert follower.unused_bytes == 0
+
+
 def test_without_a_table_all_room_counts_as_used() -> None:
     _, follower, _ = followed([60] * 3)
     follower.rooms_grow(60, lambda room: room + 60)
