@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem
-from offcompile.ir.units import show_bytes, size_to_ask
+from offcompile.ir.units import show_bytes
 from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.simulate import Simulator
 
-from .floors import floor_of, floor_per_op, plain_plan, total_bytes, with_reserve
+from .floors import floor_of, plain_plan, refusal_within, total_bytes
 from .order import Order, static_order
 from .plan_cache import Question, plan_once
 from .planner import OUTLINE_FROM_OPS, Beaten, PlanResult
@@ -27,6 +27,8 @@ MOST_RAISES = 8
 #: value of room for holes as a share of a step (measured: docs/backend.md), beside the known
 #: cost of touching memory again; a plan that loses at most `NO_LOSS` is taken without comparison
 HOLES_COST, NO_LOSS = 0.02, 0.005
+#: share of the wanted room for holes that is enough if tensors then touch no memory again
+ENOUGH = 1 / 2
 #: shares of the wanted room for holes to try, until a plan is found
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
 #: steps with more ops are searched only once, with room for holes: a search takes long, and gains
@@ -77,11 +79,12 @@ class Holes:
     """The effect of holes between tensors on a heap: the room that they need within a budget, and
     the time a plan loses by touching memory again that was returned for lack of that room.
 
-    touching_us: None if that is not known.
+    touching_us: None if that is not known. counts: False if the ops' costs include that time.
     """
 
     wanted_bytes: int
     touching_us: Callable[[Machine, PlanResult], float] | None = None
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,30 +157,34 @@ def fit_budget(
         fitting = _as_it_is(problem, machine_for, room, budget_bytes)
         if fitting is not None:
             return fitting
-    plans = _Plans(problem, search, None if holes is None else holes.touching_us, worth_us)
+    plans = _Plans(problem, search, holes or Holes(0), worth_us)
     if budget_bytes is None:
         found = plans.near_floor(capacity)
     else:
         capacity = budget_bytes - reserve_for(budget_bytes)
         floor = floor_of(problem, machine_for)
-        refusing = (problem, search, budget_bytes, held_bytes)
-        if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
+        refusing = (problem, machine_for, reserve_for, search.policy, budget_bytes, held_bytes)
+        if floor > capacity * HOPELESS and (refusal := refusal_within(*refusing)):
             raise refusal
         try:
-            found = plans.within(capacity, floor, 0 if holes is None else holes.wanted_bytes)
+            found = plans.within(capacity, floor)
         except Infeasible as error:
-            refusal = _with_budget(error.needed_bytes, *refusing)
+            refusal = refusal_within(*refusing, error.needed_bytes)
             raise refusal or Infeasible(
                 f"The budget of {show_bytes(budget_bytes)} is above the floor, but no order of"
                 " moves was found within it.",
                 None,
                 "Set memory to 'minimum', or to a little more.",
             ) from None
-    machine, result = found.machine, found.result
-    order = static_order(problem, machine, result.plan, result.timeline)
-    holes_bytes, touching_us = found.holes_bytes, found.touching_us
+    order = static_order(problem, found.machine, found.result.plan, found.result.timeline)
     return Decided(
-        result, machine, order, False, holes_bytes, touching_us=touching_us, trial=search.trial
+        found.result,
+        found.machine,
+        order,
+        False,
+        found.holes_bytes,
+        touching_us=found.touching_us,
+        trial=search.trial,
     )
 
 
@@ -209,6 +216,8 @@ class _Planned:
     result: PlanResult
     holes_bytes: int = 0
     touching_us: float = 0.0
+    #: the same where the ops' costs include it, too
+    lost_us: float = 0.0
 
     @property
     def cost_us(self) -> float:
@@ -221,7 +230,7 @@ class _Plans:
 
     problem: Problem
     search: PlanSearch
-    touching_us: Callable[[Machine, PlanResult], float] | None
+    holes: Holes
     worth_us: float
 
     def __call__(
@@ -254,13 +263,15 @@ class _Plans:
         with rarely_collected():
             made = plan_once if search.reuses else Question.answered
             result = made(asked, search.progress)
-        touching_us = 0.0 if self.touching_us is None else self.touching_us(machine, result)
-        return _Planned(machine, result, holes_bytes, touching_us)
+        holes = self.holes
+        lost_us = 0.0 if holes.touching_us is None else holes.touching_us(machine, result)
+        touching_us = lost_us if holes.counts else 0.0
+        return _Planned(machine, result, holes_bytes, touching_us, lost_us)
 
-    def within(self, capacity: int, floor: int, wanted_bytes: int) -> _Planned:
+    def within(self, capacity: int, floor: int) -> _Planned:
         """The better of plans with room for holes and without. Raises `Infeasible`."""
         ops, search = self.problem.ops, self.search
-        rooms = _rooms(capacity, floor, wanted_bytes)
+        rooms = _rooms(capacity, floor, self.holes.wanted_bytes)
         near = bool(rooms) and capacity - rooms[0] < floor * NEAR_FLOOR
         outlined = len(ops) >= OUTLINE_FROM_OPS
         if near and outlined and search.known.begun is not None:  # its trial has compared them
@@ -268,7 +279,11 @@ class _Plans:
         share = SHORT_SHARE if near else 1.0
         tight = self(capacity, share=share) if near and outlined else None
         most_us = float("inf") if tight is None else tight.cost_us * (1 + HOLES_COST)
-        roomy = self._with_room(capacity, rooms, most_us, share)
+        roomy = None
+        if rooms and not near:
+            roomy = self._with_enough(capacity, int(rooms[0] * ENOUGH), share)
+        if roomy is None:
+            roomy = self._with_room(capacity, rooms, most_us, share)
         free_us = sum(op.duration_us for op in ops) * (1 + NO_LOSS)
         if roomy is None:
             found = tight or self(capacity)
@@ -290,6 +305,16 @@ class _Plans:
                 longer = self(capacity, found.holes_bytes, share=LONG_SHARE, before=found)
                 found = min(longer, found, key=lambda made: made.cost_us)
         return found
+
+    def _with_enough(self, capacity: int, room: int, share: float) -> _Planned | None:
+        """A plan that leaves less room than is wanted, if its tensors do with that."""
+        if self.holes.touching_us is None:
+            return None
+        with contextlib.suppress(Infeasible):
+            found = self(capacity, room, share=share)
+            compute_us = sum(op.duration_us for op in self.problem.ops)
+            return found if found.lost_us <= NO_LOSS * compute_us else None
+        return None
 
     def _with_room(
         self, capacity: int, rooms: Sequence[int], most_us: float, share: float
@@ -323,58 +348,3 @@ def _rooms(capacity: int, floor: int, wanted_bytes: int) -> list[int]:
     """The wanted room for holes and smaller shares of it, as far as they leave the floor."""
     rooms = [int(wanted_bytes * share) for share in ROOMS]
     return [room for room in rooms if room and floor <= capacity - room]
-
-
-def _with_budget(
-    missing_bytes: int | None,
-    problem: Problem,
-    search: PlanSearch,
-    budget_bytes: int,
-    held_bytes: int,
-) -> Infeasible | None:
-    """The refusal in terms of the user's budget; None if the budget is not below the floor.
-
-    `missing_bytes` is the shortage that the planner reported, if it did.
-    """
-    reserve_for = search.reserve_for
-    variant, floors = floor_per_op(problem, search.machine_for)
-    worst = max(range(len(floors)), key=floors.__getitem__)
-    needed = floors[worst]
-    if missing_bytes is not None:
-        needed = budget_bytes - reserve_for(budget_bytes) + missing_bytes
-    total = with_reserve(needed, reserve_for)
-    if total <= budget_bytes:
-        return None
-    if needed > floors[worst] and search.policy.partition(":")[0] != "joint":
-        least = with_reserve(floors[worst], reserve_for)
-        return Infeasible(
-            f"The budget of {show_bytes(budget_bytes)} is not enough for {search.policy}, which"
-            f" needs {show_bytes(total)}; the floor is {show_bytes(least)}.",
-            total - budget_bytes,
-            f"Set memory to '{size_to_ask(total + held_bytes)}' or more, use the policy joint, or"
-            " make the batch smaller.",
-        )
-    run = variant.program.runs[worst]
-    parts = variant.held_in_words(worst)
-    reserve = total - needed
-    own = f", and the runtime {show_bytes(reserve)} of buffers" if reserve else ""
-    beside = ""
-    if held_bytes:
-        beside = f" (what is left beside {show_bytes(held_bytes)} that others hold)"
-    return Infeasible(
-        f"The budget of {show_bytes(budget_bytes)}{beside} is below the floor of"
-        f" {show_bytes(total)}: at {run.name} the device must hold {parts}{own}.",
-        total - budget_bytes,
-        f"Set memory to '{size_to_ask(total + held_bytes)}' or more, or make the batch smaller.",
-    )
-
-
-def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infeasible:
-    """The same refusal, naming a feasible budget instead if its own is smaller."""
-    if error.needed_bytes is not None and budget_bytes + error.needed_bytes >= total_bytes:
-        return error
-    return Infeasible(
-        error.reason,
-        total_bytes - budget_bytes,
-        f"Set memory to '{size_to_ask(total_bytes)}' or more, or make the batch smaller.",
-    )

@@ -1,10 +1,12 @@
-"""The least memory that a step needs: with nothing moved, and with everything that can leave."""
+"""The least memory that a step needs: with nothing moved, and with everything that can leave; and
+the refusals of budgets below that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from offcompile.ir import DEVICE, Machine, Plan, Problem, Start
+from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
+from offcompile.ir.units import show_bytes, size_to_ask
 from offcompile.passes.search.program_variant import (
     Choices,
     ProgramVariant,
@@ -80,3 +82,59 @@ def with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
 def total_bytes(problem: Problem) -> int:
     work = max((o.workspace_bytes for o in problem.ops), default=0)
     return max(1, work + sum(t.nbytes for t in problem.tensors))
+
+
+def refusal_within(
+    problem: Problem,
+    machine_for: Callable[[int], Machine],
+    reserve_for: Callable[[int], int],
+    policy: str,
+    budget_bytes: int,
+    held_bytes: int,
+    missing_bytes: int | None = None,
+) -> Infeasible | None:
+    """The refusal in terms of the user's budget; None if the budget is not below the floor.
+
+    `missing_bytes` is the shortage that the planner reported, if it did.
+    """
+    variant, floors = floor_per_op(problem, machine_for)
+    worst = max(range(len(floors)), key=floors.__getitem__)
+    needed = floors[worst]
+    if missing_bytes is not None:
+        needed = budget_bytes - reserve_for(budget_bytes) + missing_bytes
+    total = with_reserve(needed, reserve_for)
+    if total <= budget_bytes:
+        return None
+    if needed > floors[worst] and policy.partition(":")[0] != "joint":
+        least = with_reserve(floors[worst], reserve_for)
+        return Infeasible(
+            f"The budget of {show_bytes(budget_bytes)} is not enough for {policy}, which"
+            f" needs {show_bytes(total)}; the floor is {show_bytes(least)}.",
+            total - budget_bytes,
+            f"Set memory to '{size_to_ask(total + held_bytes)}' or more, use the policy joint, or"
+            " make the batch smaller.",
+        )
+    run = variant.program.runs[worst]
+    parts = variant.held_in_words(worst)
+    reserve = total - needed
+    own = f", and the runtime {show_bytes(reserve)} of buffers" if reserve else ""
+    beside = ""
+    if held_bytes:
+        beside = f" (what is left beside {show_bytes(held_bytes)} that others hold)"
+    return Infeasible(
+        f"The budget of {show_bytes(budget_bytes)}{beside} is below the floor of"
+        f" {show_bytes(total)}: at {run.name} the device must hold {parts}{own}.",
+        total - budget_bytes,
+        f"Set memory to '{size_to_ask(total + held_bytes)}' or more, or make the batch smaller.",
+    )
+
+
+def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infeasible:
+    """The same refusal, naming a feasible budget instead if its own is smaller."""
+    if error.needed_bytes is not None and budget_bytes + error.needed_bytes >= total_bytes:
+        return error
+    return Infeasible(
+        error.reason,
+        total_bytes - budget_bytes,
+        f"Set memory to '{size_to_ask(total_bytes)}' or more, or make the batch smaller.",
+    )

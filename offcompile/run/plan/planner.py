@@ -24,9 +24,8 @@ from offcompile.planning.fit_budget import (
     fit_budget,
     fits_as_it_is,
     planning_seconds,
-    with_figure,
 )
-from offcompile.planning.floors import floor_of, with_reserve
+from offcompile.planning.floors import floor_of, with_figure, with_reserve
 from offcompile.planning.planned_layout import planned_returns
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.splitting import StepEstimate
@@ -143,9 +142,8 @@ class GraphPlanner:
     def _holes(self, problem: Problem, budget: int) -> Holes:
         source = self.source
         room, wanted_bytes = source.target.room(budget), source.target.holes_bytes(budget)
-        # costs corrected by measured steps already include it; and if the address space is
-        # limited, holes cost no time: a step that finds no place fails
-        us_per_mib = source.touch_again_us_per_mib if source.profile.factors is None else 0.0
+        # if the address space is limited, holes cost no time: a step that finds no place fails
+        us_per_mib = source.touch_again_us_per_mib
         if room is None or not us_per_mib or problem.steady or address_space_is_limited():
             return Holes(wanted_bytes)
 
@@ -153,7 +151,8 @@ class GraphPlanner:
             found = planned_returns(problem, machine, made.plan, made.timeline, room)
             return found.touched_mib * us_per_mib
 
-        return Holes(wanted_bytes, touching_us)
+        # costs corrected by measured steps already include it
+        return Holes(wanted_bytes, touching_us, counts=source.profile.factors is None)
 
 
 #: kinds of the user's tensors that may leave for the host besides activations
