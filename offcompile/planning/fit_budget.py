@@ -27,7 +27,7 @@ MOST_RAISES = 8
 #: value of room for holes as a share of a step (measured: docs/backend.md), beside the known
 #: cost of touching memory again; a plan that loses at most `NO_LOSS` is taken without comparison
 HOLES_COST, NO_LOSS = 0.02, 0.005
-#: share of the wanted room for holes that is enough if tensors then touch no memory again
+#: share of the wanted room for holes that is tried first, and left if tensors do with it
 ENOUGH = 1 / 2
 #: shares of the wanted room for holes to try, until a plan is found
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
@@ -79,12 +79,13 @@ class Holes:
     """The effect of holes between tensors on a heap: the room that they need within a budget, and
     the time a plan loses by touching memory again that was returned for lack of that room.
 
-    touching_us: None if that is not known. counts: False if the ops' costs include that time.
+    touching_us: None if that is not known, or if the ops' costs include it. enough: True if a plan
+    leaves enough room, though less than is wanted; None if that is not known.
     """
 
     wanted_bytes: int
     touching_us: Callable[[Machine, PlanResult], float] | None = None
-    counts: bool = True
+    enough: Callable[[Machine, PlanResult], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,6 @@ class _Planned:
     result: PlanResult
     holes_bytes: int = 0
     touching_us: float = 0.0
-    #: the same where the ops' costs include it, too
-    lost_us: float = 0.0
 
     @property
     def cost_us(self) -> float:
@@ -263,10 +262,9 @@ class _Plans:
         with rarely_collected():
             made = plan_once if search.reuses else Question.answered
             result = made(asked, search.progress)
-        holes = self.holes
-        lost_us = 0.0 if holes.touching_us is None else holes.touching_us(machine, result)
-        touching_us = lost_us if holes.counts else 0.0
-        return _Planned(machine, result, holes_bytes, touching_us, lost_us)
+        known_us = self.holes.touching_us
+        touching_us = 0.0 if known_us is None else known_us(machine, result)
+        return _Planned(machine, result, holes_bytes, touching_us)
 
     def within(self, capacity: int, floor: int) -> _Planned:
         """The better of plans with room for holes and without. Raises `Infeasible`."""
@@ -276,14 +274,12 @@ class _Plans:
         outlined = len(ops) >= OUTLINE_FROM_OPS
         if near and outlined and search.known.begun is not None:  # its trial has compared them
             return self(capacity, search.known.begun.holes_bytes)
+        enough = self._with_enough(capacity, floor, rooms[0]) if rooms else None
+        near = near and enough is None
         share = SHORT_SHARE if near else 1.0
         tight = self(capacity, share=share) if near and outlined else None
         most_us = float("inf") if tight is None else tight.cost_us * (1 + HOLES_COST)
-        roomy = None
-        if rooms and not near:
-            roomy = self._with_enough(capacity, int(rooms[0] * ENOUGH), share)
-        if roomy is None:
-            roomy = self._with_room(capacity, rooms, most_us, share)
+        roomy = enough or self._with_room(capacity, rooms, most_us, share)
         free_us = sum(op.duration_us for op in ops) * (1 + NO_LOSS)
         if roomy is None:
             found = tight or self(capacity)
@@ -306,14 +302,14 @@ class _Plans:
                 found = min(longer, found, key=lambda made: made.cost_us)
         return found
 
-    def _with_enough(self, capacity: int, room: int, share: float) -> _Planned | None:
-        """A plan that leaves less room than is wanted, if its tensors do with that."""
-        if self.holes.touching_us is None:
+    def _with_enough(self, capacity: int, floor: int, wanted_bytes: int) -> _Planned | None:
+        """A plan that leaves less room than is wanted, if that is far from the floor and enough."""
+        room = int(wanted_bytes * ENOUGH)
+        if self.holes.enough is None or capacity - room < floor * NEAR_FLOOR:
             return None
         with contextlib.suppress(Infeasible):
-            found = self(capacity, room, share=share)
-            compute_us = sum(op.duration_us for op in self.problem.ops)
-            return found if found.lost_us <= NO_LOSS * compute_us else None
+            found = self(capacity, room)
+            return found if self.holes.enough(found.machine, found.result) else None
         return None
 
     def _with_room(

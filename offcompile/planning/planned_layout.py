@@ -38,9 +38,7 @@ def planned_returns(
     if plan.moves_nothing:
         room = replace(room, nbytes=None, mapped_bytes=room.mapped_bytes or KEPT_BYTES)
     stays, standing_bytes = _stays(presence(problem, machine, plan, timeline))
-    if room.nbytes is not None:
-        room = replace(room, nbytes=max(room.nbytes - standing_bytes, 0))
-    return returns_of(stays, room)
+    return returns_of(stays, room.smaller(standing_bytes))
 
 
 def _stays(found: Presence) -> tuple[list[AddressStay], int]:

@@ -16,6 +16,7 @@ from offcompile.machine.in_place import InPlace
 from offcompile.passes.select.pinned_weights import without_room_on_host
 from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.fit_budget import (
+    NO_LOSS,
     NOTHING_KNOWN,
     Decided,
     Holes,
@@ -30,11 +31,15 @@ from offcompile.planning.planned_layout import planned_returns
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.splitting import StepEstimate
 from offcompile.run.problem_source import ProblemSource
+from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 
 from .contract import EMPTIED, PlanRequest
 
 Tell = Callable[[str], None]
+#: the part of a budget that memory of which no plan knows is taken to fill in the heap, when it is
+#: judged how much room its holes need
+OTHERS_SHARE = 16
 
 
 def tell_nobody(text: str) -> None:
@@ -147,12 +152,18 @@ class GraphPlanner:
         if room is None or not us_per_mib or problem.steady or address_space_is_limited():
             return Holes(wanted_bytes)
 
-        def touching_us(machine: Machine, made: PlanResult) -> float:
-            found = planned_returns(problem, machine, made.plan, made.timeline, room)
+        def touched_us(machine: Machine, made: PlanResult, heap: HeapLimit) -> float:
+            found = planned_returns(problem, machine, made.plan, made.timeline, heap)
             return found.touched_mib * us_per_mib
 
-        # costs corrected by measured steps already include it
-        return Holes(wanted_bytes, touching_us, counts=source.profile.factors is None)
+        def enough(machine: Machine, made: PlanResult) -> bool:
+            compute_us = sum(op.duration_us for op in problem.ops)
+            return touched_us(machine, made, tighter) <= NO_LOSS * compute_us
+
+        # costs corrected by measured steps already include the touching
+        counted = source.profile.factors is None
+        tighter = room.smaller(budget // OTHERS_SHARE)
+        return Holes(wanted_bytes, partial(touched_us, heap=room) if counted else None, enough)
 
 
 #: kinds of the user's tensors that may leave for the host besides activations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 #: the first step starts with an empty heap; later ones are alike
@@ -45,6 +45,9 @@ class HeapLimit:
     margin_bytes: int = 0
     splinter_bytes: int = 0
     mapped_bytes: int | None = None
+
+    def smaller(self, by_bytes: int) -> HeapLimit:
+        return self if self.nbytes is None else replace(self, nbytes=max(0, self.nbytes - by_bytes))
 
 
 @dataclass(frozen=True)
