@@ -118,7 +118,8 @@ def trace_call(
             found.append(Traced(catch.graphs, parameters, device, names, catch.splits))
         return gm.forward
 
-    with mode, rarely_collected():
+    collects = torch._dynamo.config.patch(run_gc_after_compile=False)  # nothing is compiled
+    with mode, rarely_collected(), collects:
         given, named = tree_map(_faked(mode), (tuple(inputs), dict(keywords)))
         call = torch.compile(_fresh_caller(), backend=backend, dynamic=False, fullgraph=True)
         try:
