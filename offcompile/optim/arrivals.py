@@ -152,8 +152,9 @@ class Arrivals:
                 LOGGER.warning(
                     "offcompile: overlap=True does nothing where DistributedDataParallel itself"
                     " reduces gradients, after their hooks have run: all updates wait for step()."
-                    " Compile the model with this backend before its first step, use fully_shard"
-                    " (FSDP2), which calls hooks after it has reduced, or overlap=False"
+                    " Compile the model with this backend before its first step"
+                    " (TORCH_LOGS=offcompile says why that is not enough), use fully_shard (FSDP2),"
+                    " which calls hooks after it has reduced, or overlap=False"
                 )
         return self._reduced_late
 

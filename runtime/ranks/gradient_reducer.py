@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,6 +30,11 @@ from offcompile.runtime.states import updates
 
 from .buckets import Bucket, large_from
 from .exchange import Exchange
+
+
+def reducer_in_place_of(ddp: Any) -> Any:
+    """Return our object that stands where a DDP module has its reducer; None: DDP has its own."""
+    return ddp.reducer if hasattr(ddp.reducer, "held_bytes") else None
 
 
 class GradientReducer:

@@ -223,6 +223,7 @@ NOT_RUN = {
     "make": "installs, or runs all tests; `make demo` is examples/train_gpt.py, which runs below",
     "python train.py": "stands for a script of the reader's",
     "python examples/": "run below with --quick",
+    "torchrun": "runs examples/train_ranks.py, which runs below",
     "python -m benchmarks.gpu": "needs minutes; tests/gpu/test_benchmark_gpu.py runs it small",
     "offcompile fit hf:llama": "takes a minute; docs/fit.md has a small one, which runs",
     "offcompile fit hf:gpt2-xl": "takes a minute; tests/ahead/test_fit_ranks.py has small ones",
@@ -318,6 +319,7 @@ EACH_ONCE = [
 ]
 IN_ANOTHER_WAY = ["finetune_hf.py", "--lora", "--loop"]
 ON_RANKS = ["train_gpt.py", "--ranks", "2"]
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize(
@@ -331,16 +333,32 @@ ON_RANKS = ["train_gpt.py", "--ranks", "2"]
 def test_examples_run(words: list[str], tmp_path: Path) -> None:
     script = EXAMPLES / words[0]
     assert f"examples/{words[0]}" in script.read_text(), "says how it is run"
+    assert run_example([str(script), *words[1:]], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", [[], ["--fsdp"]], ids=["DDP", "FSDP2"])
+def test_ranks_that_torchrun_starts_go_on_from_a_checkpoint_of_one(
+    way: list[str], tmp_path: Path
+) -> None:
+    words = [str(EXAMPLES / "train_ranks.py"), "--save", "checkpoint", *way]
+    said = [run_example([*start, *words], tmp_path) for start in ((), TORCHRUN)]
+    first, second = ([float(x) for x in re.findall(r"loss (\d+\.\d+)", one)] for one in said)
+    assert len(first) == len(second) == 2 and second[0] < first[0]
+
+
+def run_example(words: list[str], folder: Path) -> str:
+    """Runs it small. Returns what it says."""
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "OFFCOMPILE_SECONDS": "0.1"}
     settings["OFFCOMPILE_LOWERING"] = "aot_eager"  # most ask for it themselves
     done = warm.run(
-        [sys.executable, str(script), *words[1:], "--quick"],
+        [sys.executable, *words, "--quick"],
         timeout=600,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, **settings},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout + done.stderr
+    return str(done.stdout + done.stderr)
 
 
 @pytest.mark.long

@@ -19,6 +19,8 @@ from weights_runs import clean_slate, on_host, seeded
 
 import offcompile
 from offcompile.backend import compile_graph
+from offcompile.ir import OffloadError
+from offcompile.runtime.ranks.gradient_reducer import reducer_in_place_of
 
 WIDTH = 64
 OPTIONS = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}
@@ -166,6 +168,37 @@ def test_ddp_with_its_optimizer(views: bool, cut: bool) -> None:
         assert all(map(torch.equal, found, expected)), memory
         graphs = {r.name.partition(",")[0] for r in offcompile.reports()[before:]}
         assert (len(graphs) > 1) == cut  # parts of it, each planned by itself
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_ddp_of_one_rank_has_nothing_to_reduce(unused: bool) -> None:
+    """So it needs no buckets, and gradients are final when they come, unless DDP was asked to look
+    for parameters without one."""
+
+    def trained(budget: str | None) -> tuple[list[Tensor], Any, Any]:
+        torch._dynamo.reset()
+        model = seeded(lambda: Stack(WIDTH))
+        step = torch.compile(model, **how(budget)) if budget else model
+        wrapped = DistributedDataParallel(step, find_unused_parameters=unused)
+        optimizer = offcompile.optim.AdamW(model.parameters(), 1e-2, overlap=budget is not None)
+        for seed in range(3):
+            x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed))
+            wrapped(x).pow(2).mean().backward()
+            if budget is not None:
+                early = all(p.grad is None for p in model.parameters())
+                assert early != unused  # updated in backward
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()], wrapped, optimizer
+
+    expected = trained(None)[0]
+    found, wrapped, _ = trained("minimum")
+    assert all(map(torch.equal, found, expected))
+    assert (reducer_in_place_of(wrapped) is None) == unused
+    if not unused:
+        assert wrapped.reducer.held_bytes() == 0
+        with pytest.raises(OffloadError, match="before its first forward"):
+            wrapped.register_comm_hook(None, lambda state, bucket: None)
 
 
 def test_one_rank_asks_nothing_of_the_store(store: ListeningStore) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from offcompile.runtime.ranks.gradient_reducer import reducer_in_place_of
 from offcompile.runtime.states import updates
 
 
@@ -33,4 +34,5 @@ def reduced_after_backward(parameters: Iterable[torch.Tensor]) -> bool:
     kind = module.DistributedDataParallel
     # a proxy's `__class__` may lie, and reading it may run its code
     wrapped = (found for found in gc.get_objects() if issubclass(type(found), kind))
-    return any(id(p) in mine for ddp in wrapped for p in ddp.module.parameters())
+    reducing = (ddp for ddp in wrapped if reducer_in_place_of(ddp) is None)
+    return any(id(p) in mine for ddp in reducing for p in ddp.module.parameters())

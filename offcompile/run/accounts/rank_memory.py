@@ -23,6 +23,7 @@ import torch
 from offcompile.report.log import warn
 from offcompile.run.ranks.torch_state import running_replica
 from offcompile.runtime.base.once import first_time
+from offcompile.runtime.ranks.gradient_reducer import reducer_in_place_of
 
 
 class RankMemory:
@@ -78,9 +79,9 @@ def _groups(states: Any) -> Iterator[Any]:
 
 
 def _bucket_bytes(ddp: Any) -> int:
-    in_backward = getattr(ddp.reducer, "held_bytes", None)
-    if in_backward is not None:
-        return int(in_backward())
+    ours = reducer_in_place_of(ddp)
+    if ours is not None:
+        return int(ours.held_bytes())
     trained = [p for p in ddp.module.parameters() if p.requires_grad]
     nbytes: int = sum(p.numel() * p.element_size() for p in trained)
     if not ddp.gradient_as_bucket_view:

@@ -49,9 +49,12 @@ def _past() -> _Past:
 
 
 class InPlaceOfDDPs:
-    """Stands where DDP has its reducer, and does what DDP asks it for in a step."""
+    """Stands where DDP has its reducer, and does what DDP asks it for in a step.
 
-    def __init__(self, gradients: GradientReducer) -> None:
+    gradients: None in a group of one rank, whose gradients are those of all.
+    """
+
+    def __init__(self, gradients: GradientReducer | None) -> None:
         self.gradients = gradients
 
     def prepare_for_forward(self) -> None:
@@ -59,13 +62,14 @@ class InPlaceOfDDPs:
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """Reduce the gradients of the forward that has just run; DDP says so outside of no_sync."""
-        self.gradients.expect()
+        if self.gradients is not None:
+            self.gradients.expect()
 
     def _rebuild_buckets(self) -> bool:
         return False
 
     def held_bytes(self) -> int:
-        return self.gradients.held_bytes()
+        return 0 if self.gradients is None else self.gradients.held_bytes()
 
     def __getattr__(self, name: str) -> Any:
         raise OffloadError(
@@ -82,8 +86,13 @@ def reduce_in_backward() -> None:
         return
     _past().modules.add(ddp)
     if torch.distributed.get_world_size(ddp.process_group) == 1:
-        return
-    obstacle, ranks = _obstacle(ddp), _ranks_of(ddp)
+        obstacle, ranks = _asked_of_ddp(ddp), None
+        if obstacle is None:
+            _give_up_buckets(ddp)
+            _replace(ddp, None)
+            return
+    else:
+        obstacle, ranks = _obstacle(ddp), _ranks_of(ddp)
     if ranks is None or not _take_over(ddp, ranks, obstacle is None):
         tell_once(
             "DistributedDataParallel reduces its gradients itself, after backward:"
@@ -108,6 +117,11 @@ def _obstacle(ddp: Any) -> str | None:
         return "its process group is not gloo"
     if any(type(p) is not torch.nn.Parameter or p.device.type != "cpu" for p in trained):
         return "not all of its parameters are plain ones on the CPU"
+    return _asked_of_ddp(ddp)
+
+
+def _asked_of_ddp(ddp: Any) -> str | None:
+    """Say what DDP alone can do and was asked for; None: nothing."""
     if any(getattr(m, "sparse", False) for m in ddp.module.modules()):
         return "it has sparse gradients"
     for name in ("find_unused_parameters", "static_graph"):
@@ -118,7 +132,7 @@ def _obstacle(ddp: Any) -> str | None:
     asked = ("mixed_precision", "_delay_all_reduce_params", "_use_python_reducer")
     if any(getattr(ddp, name) for name in asked) or ddp._join_config.enable:
         return "its settings (mixed precision, delayed parameters, join) need it to"
-    if any(hasattr(p, "_in_backward_optimizers") for p in trained):
+    if any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
         return "torch updates its parameters in backward"
     return None
 
@@ -170,14 +184,22 @@ def _take_over(ddp: Any, ranks: Ranks, mine: bool) -> bool:
     beside = Neighbourhood(ranks, key, buckets, size) if mine else None
     if not _all_can(ranks, key, mine) or beside is None:
         return False
-    # torch gives up a reducer and its buckets only for another one: of one small parameter
+    _give_up_buckets(ddp)
+    exchange = beside.meet(group, LONGEST_S) or AllReduce(group, buckets, size)
+    _replace(ddp, GradientReducer(trained, buckets, exchange, ranks.failed))
+    return True
+
+
+def _give_up_buckets(ddp: Any) -> None:
+    """Have torch free DDP's buckets, which it does only for another reducer: of one parameter."""
+    trained = (p for p in ddp._module_parameters if p.requires_grad)
     least = min(trained, key=lambda p: p.numel())
     ddp._ddp_init_helper([least], [False], {0: "the smallest parameter"}, False)
-    exchange = beside.meet(group, LONGEST_S) or AllReduce(group, buckets, size)
-    gradients = GradientReducer(trained, buckets, exchange, ranks.failed)
+
+
+def _replace(ddp: Any, gradients: GradientReducer | None) -> None:
     ddp.reducer = InPlaceOfDDPs(gradients)
     ddp.register_comm_hook = _too_late
-    return True
 
 
 def _too_late(*args: Any, **more: Any) -> None:
