@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+
+#: pauses between two looks at a store, for a key that another rank is to write
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
 
 
 def running_replica() -> Any:
@@ -16,11 +22,31 @@ def running_replica() -> Any:
     return getattr(replicas.DistributedDataParallel, "_active_ddp_module", None)
 
 
+class QuietStore:
+    """Torch's store, but for its `wait`: that prints two warnings each time it waits in vain."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def wait(self, keys: Sequence[str], longest: timedelta) -> None:
+        """Wait for all keys. Raises RuntimeError if that takes too long, as torch does."""
+        until, pause_s = time.monotonic() + longest.total_seconds(), FIRST_PAUSE_S
+        while not self._store.check(keys):
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError(f"wait timeout: {', '.join(keys)} did not come")
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 def default_store() -> Any:
     """The store of the default group, through which ranks can tell each other things."""
     distributed: Any = torch.distributed
     find = getattr(distributed.distributed_c10d, "_get_default_store", None)
-    return None if find is None else find()
+    return None if find is None else QuietStore(find())
 
 
 def timeout_s(group: Any) -> float:
