@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial, partialmethod
@@ -130,10 +131,14 @@ WAYS = ("whole", "sharded, then blocks", "blocks, then sharded")
 
 
 @pytest.mark.parametrize("way", some(WAYS, "whole", "blocks, then sharded"))
-def test_fsdp2_keeps_its_parameters(way: str) -> None:
+def test_fsdp2_keeps_its_parameters(way: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = sharded(None, way)
     for memory in ("minimum", "1600KiB") if way == "whole" else ("minimum",):
-        found = sharded(memory, way)
+        with caplog.at_level(logging.INFO, "offcompile"):
+            found = sharded(memory, way)
+        said = [one for one in caplog.records if "stay on the device" in one.getMessage()]
+        assert said and all("FSDP2 gathers it there" in one.getMessage() for one in said)
+        assert all(one.levelno < logging.WARNING for one in said)  # nothing the user can change
         assert all(map(torch.equal, found, expected)), memory
         report = offcompile.reports()[-1]
         assert not any(t.home == "host" for t in report.problem.tensors)

@@ -18,6 +18,8 @@ from offcompile.runtime.moves.weights import is_on_host
 
 #: weights named in a message
 NAMED = 3
+#: the module of FSDP2's parameters, and why these stay
+OF_FSDP2, GATHERED = "torch.distributed.fsdp.", "FSDP2 gathers it there"
 
 
 @dataclass(eq=False)
@@ -53,7 +55,8 @@ class FixedWeights:
         if not shared:
             return
         for i, holder in zip(shared, name_holders([arguments[i] for i in shared]), strict=True):
-            self.why[i] = f"its memory is also that of {holder}"
+            of_fsdp = OF_FSDP2 in holder
+            self.why[i] = GATHERED if of_fsdp else f"its memory is also that of {holder}"
 
     def words(self) -> str:
         """Say which weights stay and why; "" if there are none."""
