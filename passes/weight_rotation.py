@@ -19,12 +19,13 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Tens
 from offcompile.ir.units import round_ns
 
 from .build.contract import Judge
-from .build.decisions import Away, Decisions
+from .build.decisions import Decisions
+from .build.gaps import Gap, Gaps, cells_within
 from .build.lanes import LaneClock, Routes
-from .build.program import Program
+from .build.program import Intervals, Program
 from .build.required_copies import Residency, plan_residency
 from .build.schedule import Builder
-from .select.rotation_selection import Need, RotationGap, Selection, choose, plain_coverage
+from .select.rotation_selection import Need, choose
 
 ROTATING = ("weight", "state")
 VARIANTS = ("best", "aware", "spread", "printed", "printed_once", "l2l", "l2l_overlapped")
@@ -80,7 +81,7 @@ class Rotation:
         self.clock = LaneClock.unhindered(self.program)
         self.n = len(self.program.runs)
         residency = plan_residency(self.program, base)
-        self.need = Need(self._excess(residency), tuple(self._gaps(residency)), problem.steady)
+        self.need = self._need(residency)
 
     def best(self, wishes: Iterable[tuple[str, float]], judge: Judge | None) -> Plan:
         """Returns the best plan over several (variant, reserve in median weights)."""
@@ -133,13 +134,14 @@ class Rotation:
     def select(self, variant: str, reserve: float = 0.0) -> set[int]:
         """Returns the indices of the gaps in which to evict."""
         need = self.need
-        if reserve and need.gaps:
-            need = need.with_reserve(int(reserve * statistics.median(g.nbytes for g in need.gaps)))
+        sizes = [g.tensor.nbytes for g in need.gaps.gaps]
+        if reserve and sizes:
+            need = need.with_reserve(int(reserve * statistics.median(sizes)))
         return choose(need, self.clock, variant)
 
     def build(self, chosen: Iterable[int], judge: Judge | None, lazy: bool = False) -> Plan:
-        gaps = [self.need.gaps[i] for i in sorted(chosen)]
-        away = tuple(Away(g.tensor, g.after, g.tier) for g in gaps)
+        gaps = self.need.gaps.gaps
+        away = tuple(gaps[i].away for i in sorted(chosen))
         given = self.given
         decisions = Decisions(away, given.directs, given.recomputes, given.updates)
         builder = Builder(self.problem, self.machine, decisions)
@@ -151,41 +153,37 @@ class Rotation:
     def _check_floor(self) -> None:
         """Raises if some run exceeds the budget even with an eviction in every gap."""
         need = self.need
-        left = Selection(need, plain_coverage(need), range(len(need.gaps))).left
-        missing = max(left, default=0)
+        held = need.gaps.held(range(len(need.gaps.gaps)))
+        most = max(held, default=0)
+        missing = most - need.capacity
         if missing > 0:
-            run = self.program.runs[left.index(missing)]
-            budget = self.machine.tier[DEVICE].capacity_bytes or 0
+            run = self.program.runs[held.index(most)]
             raise Infeasible(
                 f"With all weights and states away that can be, {run.name} still needs"
-                f" {budget + missing:,} bytes on the device and the budget is {budget:,}:"
+                f" {most:,} bytes on the device and the budget is {need.capacity:,}:"
                 f" {missing:,} are missing.",
                 missing,
-                f"Raise the device budget to {budget + missing:,} bytes, or use the policy joint,"
+                f"Raise the device budget to {most:,} bytes, or use the policy joint,"
                 " which moves activations too.",
             )
 
     # ---- candidates for eviction -----------------------------------------------------------
 
-    def _excess(self, residency: Residency) -> tuple[int, ...]:
-        n = self.n
-        change = [0] * (n + 1)
+    def _need(self, residency: Residency) -> Need:
+        waiting = Intervals(self.n)
         for tensor, first, last in residency.held:
-            pieces = ((first + 1, last),) if last > first else ((first + 1, n), (0, last))
-            for low, high in pieces:
-                if low < high:
-                    change[low] += tensor.nbytes
-                    change[high] -= tensor.nbytes
-        kept, waiting = [], 0
-        for own, more in zip(self.program.op_bytes, change, strict=False):
-            waiting += more
-            kept.append(own + waiting)
+            waiting.add(first, last, tensor.nbytes)
+        full = [a + b for a, b in zip(self.program.op_bytes, waiting.sums(), strict=True)]
         capacity = self.machine.tier[DEVICE].capacity_bytes
-        limit = max(kept, default=0) if capacity is None else capacity
-        return tuple(x - limit for x in kept)
+        limit = max(full, default=0) if capacity is None else capacity
+        found = list(self._gaps(residency))
+        gaps = Gaps([gap for gap, _ in found], full, list(range(self.n)))
+        return Need(gaps, tuple(written for _, written in found), limit, self.problem.steady)
 
-    def _gaps(self, residency: Residency) -> Iterator[RotationGap]:
+    def _gaps(self, residency: Residency) -> Iterator[tuple[Gap, int | None]]:
+        """Yields each gap, with the write of its value if only the device has it."""
         routes = _Routes(self.problem, self.machine)
+        index, values = 0, dict[tuple[str, int], int]()
         for tensor, first, last in residency.held:
             if tensor.kind not in ROTATING or not tensor.nbytes or tensor.pinned:
                 continue
@@ -195,17 +193,22 @@ class Rotation:
             if tier is None or source is None:
                 continue
             ends = not self.problem.steady and last == self.n
-            yield RotationGap(
-                tensor=tensor.id,
-                nbytes=tensor.nbytes,
+            gap = Gap(
+                index=index,
+                tensor=tensor,
                 after=None if first < 0 else self.program.runs[first].name,
-                tier=tier,
                 first=first,
-                last=last if last > first else last + self.n,
-                value=None if written is None else (tensor.id, written),
+                last=last,
+                cells=cells_within(first, last, range(self.n + 1)),
+                value=index if written is None else values.setdefault((tensor.id, written), index),
+                dirty=written is not None,
                 out_us=0.0 if written is None else routes.us(tensor, DEVICE, tier),
-                back_us=0.0 if ends else routes.us(tensor, source, DEVICE),
+                in_us=0.0 if ends else routes.us(tensor, source, DEVICE),
+                tier=tier,
+                codec=None,
             )
+            yield gap, written
+            index += 1
 
     def _written(self, tensor: Tensor, first: int) -> int | None:
         """Returns the write of the value held after `first`; None: another tier has a copy."""

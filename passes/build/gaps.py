@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from offcompile.ir import DEVICE, HOST, SELF_ENDING_KINDS, Infeasible, Machine, Tensor
@@ -57,6 +58,14 @@ class Gaps:
     #: peak bytes per cell without any eviction
     full: list[int] = field(default_factory=list)
     cell_of: list[int] = field(default_factory=list)  # run → cell
+
+    @cached_property
+    def siblings(self) -> dict[int, list[int]]:
+        """Value → its gaps."""
+        found: dict[int, list[int]] = {}
+        for gap in self.gaps:
+            found.setdefault(gap.value, []).append(gap.index)
+        return found
 
     def at(self, cell: int) -> list[int]:
         """Returns the gaps that contain a cell."""
@@ -127,7 +136,7 @@ def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Ga
             after=after,
             first=first,
             last=last,
-            cells=_cells_within(first, last, ends),
+            cells=cells_within(first, last, ends),
             value=value,
             dirty=dirty,
             out_us=out_us,
@@ -162,7 +171,7 @@ def _ends_of_cells(
         return ends  # too much for any cells
     freed = [0] * len(ends)
     for tensor, _, first, last, *_ in gaps:
-        for a, b in _cells_within(first, last, ends):
+        for a, b in cells_within(first, last, ends):
             freed[a] += tensor.nbytes
             freed[b] -= tensor.nbytes
     found = [0]
@@ -171,7 +180,7 @@ def _ends_of_cells(
     return found
 
 
-def _cells_within(first: int, last: int, ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def cells_within(first: int, last: int, ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Returns the cells whose runs all lie strictly between two positions of a ring.
 
     ends: 0 and the end of each cell.

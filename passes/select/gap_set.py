@@ -1,4 +1,7 @@
-"""Chooses gaps until nothing exceeds capacity: greedy by bytes per lane time, then pruned."""
+"""Chooses gaps until nothing exceeds capacity: greedy by bytes per lane time, then pruned.
+
+The joint search and weight rotation both choose so, by different prices.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,21 @@ import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from typing import Protocol
 
 from offcompile.passes.build.gaps import Gap, Gaps
+
+from .excess import excess
+
+
+class Price(Protocol):
+    """The price of an eviction: lane time in microseconds, or a similar penalty."""
+
+    def of(self, gap: Gap, writes: bool) -> float:
+        """Returns the price, above 0. writes: True if the write-back is still to be paid for."""
+
+    def taken(self, gap: Gap, writes: bool) -> None:
+        """Takes note of an eviction; this may raise prices, but lowers none."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +32,12 @@ class Prices:
 
     out: float = 1.0
     back: float = 1.0
+
+    def of(self, gap: Gap, writes: bool) -> float:
+        return (gap.out_us if writes else 0.0) * self.out + gap.in_us * self.back + 1e-9
+
+    def taken(self, gap: Gap, writes: bool) -> None:
+        pass
 
 
 class GapSet:
@@ -53,11 +74,9 @@ class GapSet:
         for a, b in gap.cells:
             held[a:b] = [x + nbytes for x in held[a:b]]
 
-    def cost(self, gap: Gap, prices: Prices) -> float:
-        """Returns the lane time that a gap adds; evictions of one value share its write-back."""
-        others = self.values.get(gap.value, 0) - (gap.index in self.away)
-        out = gap.out_us if gap.dirty and not others else 0.0
-        return out * prices.out + gap.in_us * prices.back + 1e-9
+    def writes(self, gap: Gap) -> bool:
+        """True if the gap adds a write-back; evictions of one value share theirs."""
+        return gap.dirty and self.values.get(gap.value, 0) == (gap.index in self.away)
 
     def traffic_us(self) -> float:
         paid: set[int] = set()
@@ -79,120 +98,54 @@ class GapSet:
     def repair(
         self,
         capacity: float | Sequence[float],
-        prices: Prices,
+        prices: Price,
         weight: Callable[[Gap], float] = lambda gap: 1.0,
         forbidden: frozenset[int] = frozenset(),
+        exact: bool = False,
     ) -> bool:
-        """Evicts in gaps, best bytes per lane time first, until every run fits."""
+        """Evicts in gaps, most bytes per price first, until every run fits.
+
+        exact: compares all gaps of a value again once its write-back is paid for, and always takes
+        the best gap; this is slower.
+        """
         limit = [capacity] * len(self.held) if isinstance(capacity, (int, float)) else capacity
-        gaps = self.gaps.gaps
+        gaps, away, values = self.gaps.gaps, self.away, self.values
+        over = excess(self.held, limit)
+
+        def profit(gap: Gap, freed: Callable[[Gap], float]) -> float:
+            writes = gap.dirty and not values.get(gap.value)
+            return weight(gap) * freed(gap) / prices.of(gap, writes)
+
         # lazy greedy: a gap's profit only falls as others are chosen, so a stale top is re-priced;
         # with very many gaps, one nearly as good as the best will do
-        near = 1.0 if len(gaps) < 500 else 0.85
-        over = _Over(self.held, limit)
-        seen = set(self.gaps.over(over.cells())) - self.away - forbidden
-        heap = [
-            (-weight(gaps[i]) * over.freed_first(gaps[i]) / self.cost(gaps[i], prices), i)
-            for i in sorted(seen)
-        ]
+        near, slack = (1 - 1e-12, 0.0) if exact else (1.0 if len(gaps) < 500 else 0.85, 1e-12)
+        seen = set(self.gaps.over(over.cells())) - away - forbidden
+        heap = [(-profit(gaps[i], over.freed_first), i) for i in sorted(seen)]
         heapq.heapify(heap)
         while over.some and heap:
             _, i = heapq.heappop(heap)
-            profit = self._profit(gaps[i], over, prices, weight)
-            if profit <= 0:
+            gap = gaps[i]
+            gain = 0.0 if i in away else profit(gap, over.freed)
+            if gain <= 0:
                 continue
-            if heap and profit < -heap[0][0] * near - 1e-12:
-                heapq.heappush(heap, (-profit, i))
+            if heap and gain < -heap[0][0] * near - slack:
+                heapq.heappush(heap, (-gain, i))
                 continue
-            before = self.values.get(gaps[i].value, 0)
+            first = not values.get(gap.value)
+            prices.taken(gap, gap.dirty and first)
             self.add(i)
-            over.lower(self.held, gaps[i])
-            if not before:  # the discount makes the other gaps of this value cheaper
-                for k in self._siblings(i):
-                    if k in seen and k not in self.away:
-                        again = self._profit(gaps[k], over, prices, weight)
-                        heapq.heappush(heap, (-again, k))
+            over.lower(self.held, gap)
+            if first:  # the discount makes the other gaps of this value cheaper
+                for k in self.gaps.siblings[gap.value]:
+                    if k in seen and k not in away and (exact or abs(k - i) <= 2):
+                        heapq.heappush(heap, (-profit(gaps[k], over.freed), k))
         return not over.some
 
-    def _siblings(self, index: int) -> list[int]:
-        gap = self.gaps.gaps[index]
-        near = (index - 2, index - 1, index + 1, index + 2)
-        return [
-            k for k in near if 0 <= k < len(self.gaps.gaps) and self.gaps.gaps[k].value == gap.value
-        ]
-
-    def _profit(
-        self, gap: Gap, over: _Over, prices: Prices, weight: Callable[[Gap], float]
-    ) -> float:
-        if gap.index in self.away:
-            return 0.0
-        return weight(gap) * over.freed(gap) / self.cost(gap, prices)
-
-    def prune(self, capacity: float, prices: Prices, rng: random.Random | None = None) -> None:
+    def prune(self, capacity: float, prices: Price, rng: random.Random | None = None) -> None:
         """Brings back tensors that need not be away, most expensive first."""
         gaps = self.gaps.gaps
         noise = {i: 1.0 if rng is None else rng.uniform(0.7, 1.3) for i in sorted(self.away)}
-        order = sorted(self.away, key=lambda i: (-self.cost(gaps[i], prices) * noise[i], i))
-        for i in order:
+        cost = {i: prices.of(gaps[i], self.writes(gaps[i])) * x for i, x in noise.items()}
+        for i in sorted(cost, key=lambda i: (-cost[i], i)):
             if self.fits(i, capacity):
                 self.remove(i)
-
-
-class _Over:
-    """The bytes over the limit in each cell, and how many of them a single gap would free."""
-
-    def __init__(self, held: Sequence[float], limit: Sequence[float]) -> None:
-        self.limit = limit
-        self.left = [max(0, h - x) for h, x in zip(held, limit, strict=True)]
-        over = self.cells()
-        #: no cell is over before the first of these, or from the second on
-        self.low, self.high = (over[0], over[-1] + 1) if over else (0, 0)
-        self.most = max(self.left, default=0)
-        self._sums: dict[int, list[float]] = {}
-
-    @property
-    def some(self) -> bool:
-        return self.low < self.high
-
-    def cells(self) -> list[int]:
-        return [j for j, left in enumerate(self.left) if left]
-
-    def freed(self, gap: Gap) -> float:
-        size, freed, left = gap.tensor.nbytes, 0.0, self.left
-        low, high, most = self.low, self.high, self.most
-        for a, b in gap.cells:  # the innermost loop of a search
-            part = left[a if a > low else low : b if b < high else high]
-            if size < most:
-                part = [x if x < size else size for x in part]
-            freed = sum(part, freed)
-        return freed
-
-    def freed_first(self, gap: Gap) -> float:
-        """Returns the same as `freed` before anything has been lowered, faster.
-
-        Many gaps have few distinct sizes: for each size, the sums over all cells serve all of its
-        gaps.
-        """
-        size, cells = gap.tensor.nbytes, gap.cells
-        sums = self._sums.get(size)
-        if sums is None:
-            each = [left if left < size else size for left in self.left]
-            sums = self._sums[size] = list(accumulate(each, initial=0.0))
-        if not cells:
-            return 0.0
-        if len(cells) == 1:
-            first, end = cells[0]
-            return sums[end] - sums[first]
-        return sum([y - x for a, b in cells for x, y in pairwise(sums[a : b + 1])])
-
-    def lower(self, held: Sequence[float], gap: Gap) -> None:
-        """Updates the cells of a gap that has been evicted."""
-        left = self.left
-        for a, b in gap.cells:
-            parts = zip(left[a:b], held[a:b], self.limit[a:b], strict=True)
-            left[a:b] = [h - x if before and h > x else 0 for before, h, x in parts]
-        while self.low < self.high and not left[self.low]:
-            self.low += 1
-        while self.low < self.high and not left[self.high - 1]:
-            self.high -= 1
-        self.most = max(left, default=0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offcompile.ir import DEVICE, Op, Problem, Tensor
 from offcompile.passes.build import gaps as gap_cells
-from offcompile.passes.build.gaps import MOST_CELLS, _cells_within
+from offcompile.passes.build.gaps import MOST_CELLS, cells_within
 from offcompile.passes.joint import Joint
 from offcompile.passes.search.program_variant import Choices, ProgramVariant
 from offcompile.planning.planner import plan_problem
@@ -25,7 +25,7 @@ def test_a_gap_frees_the_cells_wholly_within_it(n: int, width: int, data: st.Dat
     cells = {j // width for j in range(n)}
     whole = {c for c in cells if all(j in runs for j in range(n) if j // width == c)}
     ends = [*range(0, n, width), n]
-    found = [c for a, b in _cells_within(first, last, ends) for c in range(a, b)]
+    found = [c for a, b in cells_within(first, last, ends) for c in range(a, b)]
     assert sorted(found) == sorted(whole)
 
 

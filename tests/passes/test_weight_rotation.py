@@ -1,7 +1,8 @@
-"""Weight rotation: the paper's table, the selection's laws, and legality on any problem."""
+"""Weight rotation: the paper's table, what gaps free and cost, and legality on any problem."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,17 +19,14 @@ from benchmarks.families import (
 )
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.ir.units import round_ns
+from offcompile.passes.build.gaps import Gap, Gaps, cells_within
 from offcompile.passes.build.lanes import LaneClock
 from offcompile.passes.select.rotation_selection import (
     Congestion,
+    LaneTime,
     Need,
-    RotationGap,
-    Selection,
-    aware_coverage,
-    greedy,
-    lane_time,
-    plain_coverage,
-    prune,
+    choose,
+    without_copies,
 )
 from offcompile.passes.weight_rotation import VARIANTS, Rotation, WeightRotation
 from offcompile.planning.planner import certify, judge_for
@@ -90,82 +88,66 @@ def test_a_thousand_layers_are_planned_almost_without_idle_time(tightness, load)
 # ---- the selection -------------------------------------------------------------------------
 
 
-def uses(
-    tensor: str, first: int, last: int, written: int | None = None, nbytes: int = 10
-) -> RotationGap:
-    value = None if written is None else (tensor, written)
-    return RotationGap(tensor, nbytes, f"op{first}", HOST, first, last, value, 1.0, 1.0)
+def uses(tensor: str, first: int, last: int, n: int, written: int | None = None) -> Gap:
+    """A gap of 10 bytes between two uses in a step of `n` runs; its number is not set."""
+    return Gap(
+        index=0,
+        tensor=Tensor(tensor, 10, "weight"),
+        after=f"op{first}",
+        first=first,
+        last=last,
+        cells=cells_within(first, last, range(n + 1)),
+        value=0,
+        dirty=written is not None,
+        out_us=0.0 if written is None else 1.0,
+        in_us=1.0,
+        tier=HOST,
+        codec=None,
+    )
+
+
+def need_of(n: int, gaps: Sequence[Gap], written: tuple[int | None, ...]) -> Need:
+    numbered = [replace(g, index=i, value=i) for i, g in enumerate(gaps)]
+    return Need(Gaps(numbered, [15] * n, list(range(n))), written, 10, steady=True)
 
 
 def unit_clock(n: int) -> LaneClock:
     return LaneClock([float(i) for i in range(n)], [i + 1.0 for i in range(n)], float(n))
 
 
-def test_aware_coverage_leaves_out_a_weights_own_copies() -> None:
-    need = Need((0,) * 8, (uses("w", 1, 6, written=1), uses("v", 1, 6)), steady=True)
-    assert plain_coverage(need) == [(2, 6), (2, 6)]
+def test_a_gap_frees_nothing_while_its_own_copies_run() -> None:
+    need = need_of(8, (uses("w", 1, 6, 8, written=1), uses("v", 1, 6, 8)), (1, None))
+    assert [g.cells for g in need.gaps.gaps] == [((2, 6),), ((2, 6),)]
     # op 2 runs while w is written back, op 5 while it is fetched; v has a copy out there already
-    assert aware_coverage(need, unit_clock(8)) == [(3, 5), (2, 5)]
+    found = without_copies(need, unit_clock(8))
+    assert [g.cells for g in found.gaps] == [((3, 5),), ((2, 5),)]
 
 
-def test_aware_coverage_goes_round_the_ring() -> None:
-    need = Need((0,) * 8, (uses("w", 6, 9, written=6), uses("w", 1, 6, written=6)), steady=True)
+def test_copies_are_left_out_round_the_ring() -> None:
+    gaps = (uses("w", 6, 1, 8, written=6), uses("w", 1, 6, 8, written=6), uses("v", 5, 4, 8))
+    found = without_copies(need_of(8, gaps, (6, 6, None)), unit_clock(8))
     # written in op 6: gone before the next step's op 0; and long gone in the gap after op 1
-    assert aware_coverage(need, unit_clock(8)) == [(8, 8), (2, 5)]
-
-
-def test_the_discount_makes_the_second_gap_of_a_value_worth_taking() -> None:
-    cheap = replace(uses("v", 3, 9, written=3), out_us=0.85)
-    gaps = (uses("w", 0, 4, written=0), uses("w", 4, 8, written=0), cheap)
-    need = Need((0, 10, 10, 10, 0, 9, 9, 9, 0, 0), gaps, steady=False)
-    chosen = {}
-    for discount in (True, False):
-        selection = Selection(need, plain_coverage(need))
-        greedy(selection, discount=discount)
-        chosen[discount] = selection.chosen
-    # after w's first gap (30 for 2), its second frees 27 for 1, v's 27 for 1.85
-    assert chosen == {True: {0, 1}, False: {0, 2}}
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_gains_are_those_of_the_paper_and_choices_cover_what_can_be_covered(data) -> None:
-    n = data.draw(st.integers(1, 120))
-    steady = data.draw(st.booleans())
-    gaps = []
-    for i in range(data.draw(st.integers(0, 12))):
-        first = data.draw(st.integers(0, n - 1))
-        last = data.draw(st.integers(first + 1, first + n if steady else n))
-        nbytes = data.draw(st.integers(1, 40))
-        gaps.append(uses(f"w{i}", first, last, data.draw(st.sampled_from((None, first))), nbytes))
-    excess = tuple(data.draw(st.lists(st.integers(-30, 60), min_size=n, max_size=n)))
-    need = Need(excess, tuple(gaps), steady)
-    selection = Selection(need, plain_coverage(need))
-
-    def covered(gap: RotationGap) -> list[int]:
-        return [j % n for j in range(gap.first + 1, gap.last)]
-
-    for i, gap in enumerate(gaps):
-        assert selection.gain(i) == sum(max(0, min(excess[j], gap.nbytes)) for j in covered(gap))
-    greedy(selection)
-    prune(selection)
-    for j in range(n):
-        away = sum(gaps[i].nbytes for i in selection.chosen if j in covered(gaps[i]))
-        most = sum(gap.nbytes for gap in gaps if j in covered(gap))
-        assert selection.left[j] == excess[j] - away
-        assert selection.left[j] <= 0 or away == most
-    if selection.worst <= 0:  # nothing redundant is left
-        assert not any(selection.spare(i) for i in selection.chosen if covered(gaps[i]))
+    assert [g.cells for g in found.gaps] == [(), ((2, 5),), ((6, 8), (0, 3))]
 
 
 def test_congestion_makes_crowded_times_dearer() -> None:
-    gaps = (uses("w", 0, 40), uses("v", 1, 41), uses("u", 20, 80))
-    need = Need((5,) * 100, gaps, steady=True)
-    congestion = Congestion(need, unit_clock(100))
-    fresh = congestion.price(gaps[1], False)
-    congestion.take(gaps[0], False)
-    assert congestion.price(gaps[1], False) > fresh == lane_time(gaps[1], False)
-    assert congestion.price(gaps[2], False) == lane_time(gaps[2], False)
+    gaps = (uses("w", 0, 40, 100), uses("v", 1, 41, 100), uses("u", 20, 80, 100))
+    congestion = Congestion(need_of(100, gaps, (None,) * 3), unit_clock(100))
+    fresh = congestion.of(gaps[1], False)
+    congestion.taken(gaps[0], False)
+    assert congestion.of(gaps[1], False) > fresh == LaneTime().of(gaps[1], False)
+    assert congestion.of(gaps[2], False) == LaneTime().of(gaps[2], False)
+
+
+def test_printed_once_lets_no_gap_share_a_write_back() -> None:
+    w = uses("w", 0, 4, 10, written=0)
+    v = replace(uses("v", 3, 9, 10, written=3), out_us=0.85)
+    gaps = [w, replace(w, index=1, cells=((5, 8),), first=4, last=8), replace(v, index=2, value=2)]
+    full = [x + 100 for x in (0, 10, 10, 10, 0, 9, 9, 9, 0, 0)]
+    need = Need(Gaps(gaps, full, list(range(10))), (0, 0, 3), 100, steady=False)
+    # after w's first gap (30 for 2), its second frees 27 for 1 if discounted, v's 27 for 1.85
+    assert choose(need, unit_clock(10), "printed") == {0, 1}
+    assert choose(need, unit_clock(10), "printed_once") == {0, 2}
 
 
 # ---- plans ---------------------------------------------------------------------------------
@@ -206,7 +188,7 @@ def test_a_full_host_sends_weights_on_to_the_disk() -> None:
     tiers = (Tier(DEVICE, 100), Tier(HOST, 50), Tier("disk"))
     machine = Machine(tiers, tuple(lanes))
     rotation = Rotation(problem, machine, Plan())
-    assert {g.tensor: g.tier for g in rotation.need.gaps} == {"w0": HOST, "w1": "disk"}
+    assert {g.tensor.id: g.tier for g in rotation.need.gaps.gaps} == {"w0": HOST, "w1": "disk"}
     plan = WeightRotation(judge=judge_for(problem, machine)).apply(problem, machine, Plan())
     assert judge_for(problem, machine)(problem, machine, plan).valid
 
