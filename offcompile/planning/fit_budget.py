@@ -285,7 +285,7 @@ class _Plans:
             found = tight or self(capacity)
         elif not near and (
             roomy.cost_us <= free_us
-            or search.trial  # plans that are only compared all leave that room
+            or search.trial  # plans that are only compared all leave room
             or len(ops) > MANY_OPS  # takes longer than it can save
         ):
             return roomy
