@@ -31,12 +31,13 @@ def _machine(capacity: int) -> Machine:
     return Machine(tiers, tuple(Lane(*lane, 100 * MIB / 1000) for lane in lanes))
 
 
-def _planner(factors: object = None) -> GraphPlanner:
+def _planner(factors: object = None, lowering: str = "aot_eager") -> GraphPlanner:
     target = SimpleNamespace(room=lambda nbytes: HeapLimit(nbytes), holes_bytes=lambda n: n // 4)
     source: Any = SimpleNamespace(
         target=target,
         touch_again_us_per_mib=100.0,
         profile=SimpleNamespace(factors=factors),
+        options=SimpleNamespace(lowering=lowering),
     )
     return GraphPlanner(source, PlanRequest("graph"))
 
@@ -58,3 +59,8 @@ def test_a_plan_leaves_enough_room_if_its_tensors_would_do_with_less(
 def test_costs_of_measured_steps_include_the_touching() -> None:
     holes = _planner(factors=object())._holes(_chain(), BUDGET)
     assert holes.touching_us is None and holes.enough is not None
+
+
+def test_no_less_room_is_tried_for_kernels_whose_order_is_not_known() -> None:
+    holes = _planner(lowering="inductor")._holes(_chain(), BUDGET)
+    assert holes.touching_us is not None and holes.enough is None
