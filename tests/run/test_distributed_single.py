@@ -206,6 +206,16 @@ def test_ddp_of_one_rank_has_nothing_to_reduce(unused: bool) -> None:
             wrapped.register_comm_hook(None, lambda state, bucket: None)
 
 
+def test_ddp_whose_parameters_are_all_frozen_later_runs_on() -> None:
+    torch._dynamo.reset()
+    model = seeded(lambda: Stack(WIDTH))
+    wrapped = DistributedDataParallel(torch.compile(model, **how("minimum")))
+    model.requires_grad_(False)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    wrapped(x).sum().backward()
+    assert x.grad is not None and reducer_in_place_of(wrapped) is None
+
+
 def test_one_rank_asks_nothing_of_the_store(store: ListeningStore) -> None:
     for run in (replicated, partial(sharded, way="whole")):
         asked = []

@@ -122,6 +122,8 @@ def _obstacle(ddp: Any) -> str | None:
 
 def _asked_of_ddp(ddp: Any) -> str | None:
     """Say what DDP alone can do and was asked for; None: nothing."""
+    if not any(p.requires_grad for p in ddp._module_parameters):
+        return "none of its parameters is trained any more"
     if any(getattr(m, "sparse", False) for m in ddp.module.modules()):
         return "it has sparse gradients"
     for name in ("find_unused_parameters", "static_graph"):
