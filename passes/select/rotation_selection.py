@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from offcompile.passes.build.gaps import Gap, Gaps
 from offcompile.passes.build.lanes import LaneClock
 
-from .gap_set import GapSet
+from .gap_set import GapSet, Price
 
 #: no lane time counts as less
 LEAST_US = 1e-9
@@ -77,7 +77,7 @@ def _on_ring(low: int, high: int, n: int) -> tuple[tuple[int, int], ...]:
     return ((low, high),) if high <= n else ((low, n), (0, high - n))
 
 
-class Congestion(LaneTime):
+class Congestion:
     """Prices that rise where a lane is already busy, so that the chosen gaps spread over the step.
 
     Equal layers have consecutive gaps of nearly equal profit; if these are all taken, their copies
@@ -135,7 +135,7 @@ def choose(need: Need, clock: LaneClock, variant: str) -> set[int]:
         cover.repair(need.capacity, LaneTime(), exact=True)
         return cover.away
     cover = GapSet(without_copies(need, clock))
-    prices = Congestion(need, clock) if variant == "spread" else LaneTime()
+    prices: Price = Congestion(need, clock) if variant == "spread" else LaneTime()
     fits = cover.repair(need.capacity, prices, exact=True)
     cover.prune(need.capacity, LaneTime())
     if not fits:  # some copies will stall compute, but the evictions are needed

@@ -86,14 +86,15 @@ def reduce_in_backward() -> None:
         return
     _past().modules.add(ddp)
     if torch.distributed.get_world_size(ddp.process_group) == 1:
-        obstacle, ranks = _asked_of_ddp(ddp), None
-        if obstacle is None:
+        obstacle = _asked_of_ddp(ddp)
+        taken = obstacle is None
+        if taken:
             _give_up_buckets(ddp)
             _replace(ddp, None)
-            return
     else:
         obstacle, ranks = _obstacle(ddp), _ranks_of(ddp)
-    if ranks is None or not _take_over(ddp, ranks, obstacle is None):
+        taken = ranks is not None and _take_over(ddp, ranks, obstacle is None)
+    if not taken:
         tell_once(
             "DistributedDataParallel reduces its gradients itself, after backward:"
             f" {obstacle or 'other ranks need it to'}"
