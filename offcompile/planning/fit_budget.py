@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem
 from offcompile.ir.units import show_bytes
@@ -62,6 +62,8 @@ class Decided:
     updates_us: float = 0.0
     #: True if a trial found the plan: a search may go on from it
     trial: bool = False
+    #: True if holes want more room than that, and a simulated heap did with it
+    spares_room: bool = False
 
     @property
     def cost_us(self) -> float:
@@ -80,12 +82,14 @@ class Holes:
     the time a plan loses by touching memory again that was returned for lack of that room.
 
     touching_us: None if that is not known, or if the ops' costs include it. enough: True if a plan
-    leaves enough room, though less than is wanted; None if that is not known.
+    leaves enough room, though less than is wanted; None if that is not known. needed: True if steps
+    have shown that no less will do.
     """
 
     wanted_bytes: int
     touching_us: Callable[[Machine, PlanResult], float] | None = None
     enough: Callable[[Machine, PlanResult], bool] | None = None
+    needed: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,7 @@ def fit_budget(
         found.holes_bytes,
         touching_us=found.touching_us,
         trial=search.trial,
+        spares_room=found.spares_room,
     )
 
 
@@ -217,6 +222,7 @@ class _Planned:
     result: PlanResult
     holes_bytes: int = 0
     touching_us: float = 0.0
+    spares_room: bool = False
 
     @property
     def cost_us(self) -> float:
@@ -270,6 +276,8 @@ class _Plans:
         """The better of plans with room for holes and without. Raises `Infeasible`."""
         ops, search = self.problem.ops, self.search
         rooms = _rooms(capacity, floor, self.holes.wanted_bytes)
+        if self.holes.needed and (roomy := self._with_room(capacity, rooms, float("inf"), 1.0)):
+            return roomy
         near = bool(rooms) and capacity - rooms[0] < floor * NEAR_FLOOR
         outlined = len(ops) >= OUTLINE_FROM_OPS
         if near and outlined and search.known.begun is not None:  # its trial has compared them
@@ -309,7 +317,8 @@ class _Plans:
             return None
         with contextlib.suppress(Infeasible):
             found = self(capacity, room)
-            return found if self.holes.enough(found.machine, found.result) else None
+            if self.holes.enough(found.machine, found.result):
+                return replace(found, spares_room=True)
         return None
 
     def _with_room(

@@ -109,6 +109,10 @@ class Trial:
         what = "planned" if report.foreseen_us == report.planned_us else "predicted"
         _warn_if_far(report, step, report.foreseen_us, what, self._trims_a_step(recorded))
 
+    def pages_go_back(self, recorded: int) -> bool:
+        """True if pages have gone back to the system in every step of the plan, on average."""
+        return self._trims_a_step(recorded) >= 1
+
     def _trims_a_step(self, recorded: int) -> float:
         if self._counted is None or recorded <= self._counted[1]:
             return 0.0

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +21,15 @@ from offcompile.machine import target
 from offcompile.machine.hardware import HardwareProfile
 from offcompile.planning.feedback.corrections import Factors
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.planning.timelines import settled_spans
 from offcompile.report.figures import RunFigures
 from offcompile.report.report import PlanReport
 from offcompile.run import trial
+from offcompile.run.plan import planner
 from offcompile.run.step_recorder import STEPS_KEPT, StepRecorder
 from offcompile.run.trial import LEAST_STEP_NS, LOOK_EVERY, LOSES, Trial
 from offcompile.runtime.base import once
+from offcompile.runtime.memory.malloc.fragmentation import Returns
 
 MS = 1_000_000
 BEFORE = STEPS_KEPT + 1
@@ -238,6 +242,8 @@ class Run:
         monkeypatch.setattr(trial, "LEAST_STEP_NS", 0)
         monkeypatch.setattr(trial, "STEPS_BEFORE", FEW)
         self.times: Callable[[int, PlanReport], MeasuredStep] = lambda n, report: step_of(1, 1)
+        self.trims_a_step = self.trims = 0
+        monkeypatch.setattr(trial, "heap", lambda: SimpleNamespace(trims=self.trims))
         monkeypatch.setattr(StepRecorder, "median", lambda recorder: self._median(recorder))
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -272,6 +278,7 @@ class Run:
                 found.append((loss.detach(), [p.grad.clone() for p in self.plain.parameters()]))
             assert torch.equal(found[0][0], found[1][0])
             assert all(map(torch.equal, found[0][1], found[1][1]))
+            self.trims += self.trims_a_step
 
 
 @pytest.fixture
@@ -281,12 +288,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 def as_planned(report: PlanReport, times: float, waiting_ns: int = 0) -> MeasuredStep:
     """With ops that take so many times what they were planned to."""
-    us = {"forward": 0.0, "backward": 0.0}
-    for op in report.problem.ops:
-        us[op.phase] += op.duration_us
-    again = sum(report.problem.op[r.op].duration_us for r in report.plan.recomputes)
-    ns = [round(1000 * times * t) for t in (us["forward"], us["backward"] + again)]
-    return step_of(ns[0], ns[1], waiting_ns)
+    problem, ns = report.problem, {"forward": 0, "backward": 0}
+    again = {r.id: r.before for r in report.plan.recomputes}
+    for span in settled_spans(report.timeline).values():
+        if span.lane == COMPUTE:
+            ns[problem.op[again.get(span.id, span.id)].phase] += span.end_ns - span.start_ns
+    return step_of(round(times * ns["forward"]), round(times * ns["backward"]), waiting_ns)
 
 
 def test_ops_faster_than_their_costs_bring_another_plan(run: Run) -> None:
@@ -328,3 +335,22 @@ def test_costs_that_are_right_but_for_noise_change_nothing(run: Run) -> None:
     )
     assert report.profile is not None and report.profile.factors is None
     assert len(report.profile.said) == 1 and "zeros" in report.profile.said[0]
+
+
+@pytest.mark.parametrize("trims_a_step", [1, 0])
+def test_a_plan_that_spares_too_much_room_for_holes_is_replaced_once(
+    trims_a_step: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a simulated heap that does with any room
+    monkeypatch.setattr(planner, "planned_returns", lambda *_: Returns(0, 0))
+    run.times = lambda n, report: as_planned(report, 1.0)
+    run.trims_a_step = trims_a_step
+    run.steps(2 * FEW + 4)
+    rooms = [report.memory.holes_bytes for report in run.reports]
+    wanted = run.reports[0].budget_bytes // 4
+    # lanes of a busy machine may bring one more plan
+    assert rooms[0] == wanted // 2
+    assert rooms[-1] == (wanted if trims_a_step else wanted // 2)
+    profile = run.reports[0].profile
+    assert profile is not None
+    assert sum("planned again with more" in text for text in profile.said) == trims_a_step

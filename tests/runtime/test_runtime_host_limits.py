@@ -144,7 +144,7 @@ which, used = (
     else (resource.RLIMIT_AS, int(open("/proc/self/statm").read().split()[0]) * 4096)
 )
 arena = HostArena(1 << 30, 0, FakeRegistrar())
-resource.setrlimit(which, (used + {192 * MIB}, used + {192 * MIB}))
+resource.setrlimit(which, (used + {320 * MIB}, used + {320 * MIB}))
 held = arena.block({32 * MIB})
 print(arena.capacity_bytes)
 try:
@@ -160,6 +160,6 @@ def test_limits_of_the_process_cut_the_segment_and_are_named(which: str, option:
     done = warm.run([sys.executable, "-c", LIMITED, which])
     assert done.returncode == 0, done.stderr
     capacity, full = done.stdout.splitlines()
-    assert 32 * MIB <= int(capacity) < 256 * MIB
+    assert 32 * MIB <= int(capacity) < 384 * MIB
     assert f"{512 * MIB} bytes were asked for" in full
     assert f"ulimit {option}" in full

@@ -67,7 +67,8 @@ def _groups(states: Any) -> Iterator[Any]:
         state = ref()
         if type(state).__name__ != "FSDPState":
             continue
-        if not hasattr(state, "_fsdp_param_groups"):
+        found = _groups_of(state)
+        if found is None:
             if first_time("FSDP2 is not counted"):
                 warn(
                     f"torch {torch.__version__} does not say which parameters FSDP2 gathers"
@@ -75,7 +76,16 @@ def _groups(states: Any) -> Iterator[Any]:
                     " shards, their gradients and twice the largest group"
                 )
             continue
-        yield from state._fsdp_param_groups
+        yield from found
+
+
+def _groups_of(state: Any) -> list[Any] | None:
+    """The groups of one wrapped module; None if this torch does not say. Up to 2.11, it is one."""
+    several: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if several is not None or not hasattr(state, "_fsdp_param_group"):
+        return several
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def _bucket_bytes(ddp: Any) -> int:

@@ -164,12 +164,13 @@ class GraphPlanner:
         counted = source.profile.factors is None
         # Inductor's kernels take and free buffers in an order of their own: where a simulation
         # found half the room enough, pages of a ResNet went back twice a step
-        known = source.options.lowering == "aot_eager"
+        known, needed = source.options.lowering == "aot_eager", self.request.spares_no_room
         tighter = room.smaller(budget // OTHERS_SHARE)
         return Holes(
             wanted_bytes,
             partial(touched_us, heap=room) if counted else None,
-            enough if known else None,
+            enough if known and not needed else None,
+            needed,
         )
 
 

@@ -109,6 +109,23 @@ def _without_refused(plans: Plans, variant: Variant, call: Call) -> Variant:
     return made
 
 
+def _with_room(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Return a plan that leaves holes all the room that they want."""
+    plans.spares_no_room = True
+    plans.look_at_weights(call)
+    found = "free memory went back to the system in every step, for lack of room for holes"
+    try:
+        made = plans.make(call, plans.held(call))
+    except Infeasible as error:  # does not fit in what is free just now
+        plans.facts.profile.note(f"{found}; the plan stays, since for another one: {error.reason}")
+        return variant
+    plans.facts.profile.note(f"{found}: planned again with more")
+    log_decision(plans.facts.runs.name, plans.facts.profile.said[-1])
+    assert variant.planned is not None
+    plans.trial.replaced(variant.planned.report)
+    return made
+
+
 def _judged_together(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return the plan to run on all ranks: at a few calls, the same on each, rank 0 judges for all.
     A plan that one rank alone replaced would part it from the others."""
@@ -185,6 +202,9 @@ def _tried(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = N
             made = _replanned(plans, variant, call, ballot)
             if made is not variant:
                 return made
+    lacks_room = planned.decided.spares_room and trial.pages_go_back(recorded)
+    if ballot is None and factors is not None and lacks_room:
+        return _with_room(plans, variant, call)
     trial.tell(report, step, planned.recorder.recorded)
     return variant
 
