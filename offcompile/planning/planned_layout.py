@@ -9,6 +9,7 @@ from offcompile.ir import Machine, Plan, Problem, Timeline
 from offcompile.passes.build.layout import AddressStay, Layout, lay_out
 from offcompile.runtime.memory.malloc.fragmentation import HeapLimit, Returns, returns_of
 from offcompile.runtime.memory.malloc.glibc import KEPT_BYTES
+from offcompile.runtime.memory.malloc.placement import LEAST_BYTES, PlacedBlock, most_bytes, place
 
 from .copy_lifetimes import Lifetime as Held
 from .copy_lifetimes import Presence, presence
@@ -41,7 +42,18 @@ def planned_returns(
     return returns_of(stays, room.smaller(standing_bytes))
 
 
-def _stays(found: Presence) -> tuple[list[AddressStay], int]:
+def placed_bytes(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> int:
+    """The memory that the step takes if its large blocks get places, as the CPU's allocator gives
+    them. Libraries take workspaces from malloc, so that these fill no holes between places."""
+    workspaces = max((op.workspace_bytes for op in problem.ops), default=0)
+    stays, standing_bytes = _stays(presence(problem, machine, plan, timeline), workspaces=False)
+    blocks = [PlacedBlock(stay.nbytes, 0, stay.first, stay.last) for stay in stays]
+    large = [block for block in blocks if block.nbytes >= LEAST_BYTES]
+    small = [block for block in blocks if block.nbytes < LEAST_BYTES]
+    return standing_bytes + place(large).extent_bytes + most_bytes(small) + workspaces
+
+
+def _stays(found: Presence, workspaces: bool = True) -> tuple[list[AddressStay], int]:
     """The stays born in the step, and the bytes held from the beginning."""
     last = len(found.steps)
     born: dict[Held, int] = {}
@@ -61,6 +73,6 @@ def _stays(found: Presence) -> tuple[list[AddressStay], int]:
         )
         for stay, first in born.items()
     ]
-    for number, step in enumerate(found.steps):
+    for number, step in enumerate(found.steps if workspaces else ()):
         stays.append(AddressStay(step.run.op.workspace_bytes, number, number))
     return [stay for stay in stays if stay.nbytes], sum(s.nbytes for s in found.at_start)

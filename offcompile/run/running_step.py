@@ -45,6 +45,7 @@ class RunningHalf:
         budgeted = facts.options.memory is not None and heap().keeps
         self._heap_watched = on_cpu and (not report.fits or budgeted)
         self._heap_settled = False
+        self._placed = on_cpu and not report.fits and phase != BACKWARD
         self._offered = planned.offered or () if phase == BACKWARD else ()
         self._direct_reads = _direct_reads(planned, phase)
         self._mover = runtime_for(facts.target.runtime.key).mover if self._direct_reads else None
@@ -68,6 +69,8 @@ class RunningHalf:
         verifying = planned.verifying
         check = None if verifying is None else verifying.begin(phase, arguments)
         with self._recorded(arguments), self._among_others(arguments) as room:
+            if self._placed and (guard := heap().guard) is not None:
+                guard.places.begin_step(self.facts.runs, planned)
             if self._heap_watched and (phase != BACKWARD or room is not None):
                 self._begin_heap(room)
             started = clock.start()

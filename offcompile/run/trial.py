@@ -20,6 +20,7 @@ from offcompile.report.report import PlanReport, reports
 from offcompile.report.stalls import stall_line
 from offcompile.runtime.memory.malloc.advice import HINT, malloc_leaves_holes
 from offcompile.runtime.memory.malloc.heap import heap
+from offcompile.runtime.memory.malloc.places import PLACED_FROM
 
 #: recorded steps of a plan before it is judged: the first of them warms up
 STEPS_BEFORE = 6
@@ -46,6 +47,8 @@ class Trial:
     trims: Callable[[], int] = lambda: heap().trims
     #: the plan in use, its recorded steps when first seen, and the trims until then
     _counted: tuple[PlanReport, int, int] | None = None
+    #: recorded steps and trims when the large blocks of its steps had got their places
+    _placed: tuple[int, int] = (0, 0)
     #: the plan that was judged
     _judged: PlanReport | None = None
     _asked: int = 0
@@ -63,6 +66,8 @@ class Trial:
             self._look_again(report, recorded)
             return None
         if recorded < STEPS_BEFORE:
+            if recorded <= PLACED_FROM:
+                self._placed = recorded, self.trims()
             return None
         step = report.measured_step
         self._asked += 1
@@ -110,8 +115,10 @@ class Trial:
         _warn_if_far(report, step, report.foreseen_us, what, self._trims_a_step(recorded))
 
     def pages_go_back(self, recorded: int) -> bool:
-        """True if pages have gone back to the system in every step of the plan, on average."""
-        return self._trims_a_step(recorded) >= 1
+        """True if pages went back to the system in every step, on average, once blocks had got
+        their places."""
+        first, before = self._placed
+        return self.trims() - before >= max(1, recorded - first)
 
     def _trims_a_step(self, recorded: int) -> float:
         if self._counted is None or recorded <= self._counted[1]:

@@ -164,7 +164,8 @@ class CpuDevice(Device):
         if isinstance(slot, MappedSlot | PackedSlot):
             return telling(_room(slot.nbytes).numpy(), freed)
         assert isinstance(slot, CpuSlot)
-        room = _room(slot.padded_bytes + PAGE_BYTES)
+        # the same for any skew, so that it finds the place of the last step's
+        room = _room(_pages(slot.nbytes) + 2 * PAGE_BYTES)
         begin = -room.data_ptr() % PAGE_BYTES + slot.skew_bytes
         # a separate storage that begins where the tensor does: views are rebuilt by offsets from
         # the start of the storage

@@ -62,6 +62,8 @@ class Profile:
     lanes: LaneWatch = field(default_factory=LaneWatch)
     #: measured times of ops over their costs, once they were found to differ
     factors: Factors | None = None
+    #: True if holes need all the room that they want: with less, pages went back in every step
+    lacks_room: bool = False
     #: outcome of each decision, for people
     said: list[str] = field(default_factory=list)
     replans: int = 0

@@ -115,8 +115,6 @@ class PlanRequest:
     #: bytes of the budget that another of the ranks that plan together does not have, or that runs
     #: took beyond what was planned
     lacking_bytes: int = 0
-    #: True if holes get all the room that they want: with less, pages went back in every step
-    spares_no_room: bool = False
     #: collectives that run beside the graph; None: there are none to know of
     beside: CollectivesBeside | None = None
 

@@ -27,10 +27,11 @@ from offcompile.planning.fit_budget import (
     planning_seconds,
 )
 from offcompile.planning.floors import floor_of, with_figure, with_reserve
-from offcompile.planning.planned_layout import planned_returns
+from offcompile.planning.planned_layout import placed_bytes, planned_returns
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.splitting import StepEstimate
 from offcompile.run.problem_source import ProblemSource
+from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 
@@ -144,6 +145,12 @@ class GraphPlanner:
         results = (t for t in problem.tensors if t.home is None and not t.pinned)
         return [t for t in results if problem.must_survive(t.id)]
 
+    def _places_blocks(self) -> bool:
+        """True if blocks of this graph's steps are expected to get places: steps are alike, and
+        no other graphs run among them."""
+        request = self.request
+        return tensor_memory.will_fit() and not request.sizes and not request.held_bytes
+
     def _holes(self, problem: Problem, budget: int) -> Holes:
         source = self.source
         room, wanted_bytes = source.target.room(budget), source.target.holes_bytes(budget)
@@ -152,19 +159,30 @@ class GraphPlanner:
         if room is None or not us_per_mib or problem.steady or address_space_is_limited():
             return Holes(wanted_bytes)
 
+        placed = self._places_blocks()
+
+        def within(machine: Machine, made: PlanResult, heap: HeapLimit) -> bool:
+            taken = placed_bytes(problem, machine, made.plan, made.timeline)
+            return heap.nbytes is None or taken <= heap.nbytes
+
         def touched_us(machine: Machine, made: PlanResult, heap: HeapLimit) -> float:
+            if placed and within(machine, made, heap):
+                return 0.0
             found = planned_returns(problem, machine, made.plan, made.timeline, heap)
             return found.touched_mib * us_per_mib
 
         def enough(machine: Machine, made: PlanResult) -> bool:
+            if placed:
+                return within(machine, made, tighter)
             compute_us = sum(op.duration_us for op in problem.ops)
             return touched_us(machine, made, tighter) <= NO_LOSS * compute_us
 
         # costs corrected by measured steps already include the touching
         counted = source.profile.factors is None
         # Inductor's kernels take and free buffers in an order of their own: where a simulation
-        # found half the room enough, pages of a ResNet went back twice a step
-        known, needed = source.options.lowering == "aot_eager", self.request.spares_no_room
+        # found half the room enough, pages of a ResNet went back twice a step. Places know no order
+        known = placed or source.options.lowering == "aot_eager"
+        needed = source.profile.lacks_room
         tighter = room.smaller(budget // OTHERS_SHARE)
         return Holes(
             wanted_bytes,

@@ -111,7 +111,7 @@ def _without_refused(plans: Plans, variant: Variant, call: Call) -> Variant:
 
 def _with_room(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return a plan that leaves holes all the room that they want."""
-    plans.spares_no_room = True
+    plans.facts.profile.lacks_room = True
     plans.look_at_weights(call)
     found = "free memory went back to the system in every step, for lack of room for holes"
     try:

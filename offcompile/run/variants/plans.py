@@ -157,8 +157,6 @@ class Plans:
     taken: TakenGradients = field(default_factory=TakenGradients)
     #: bytes of the budget that plans leave free, because runs took them beyond what was planned
     lacking_bytes: int = 0
-    #: True once plans leave holes all the room that they want
-    spares_no_room: bool = False
     #: bytes of the copies of inputs and outputs that a captured step has
     copies_bytes: int = 0
     #: calls so far that were judged
@@ -202,7 +200,6 @@ class Plans:
             fixed=self.fixed.indices,
             sizes=sizes,
             lacking_bytes=self.lacking_bytes + self.copies_bytes,
-            spares_no_room=self.spares_no_room,
         )
         if meeting is None:
             meeting = self.agreement.meeting()

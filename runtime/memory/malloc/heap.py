@@ -26,6 +26,7 @@ from typing import Protocol
 from offcompile.runtime.base.posix import resource
 
 from .glibc import KEPT_BYTES, Malloc, return_freed_memory
+from .places import BlockPlaces
 
 _STATM = "/proc/self/statm"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -43,7 +44,9 @@ _MEASUREMENTS = 2
 
 class Guard(Protocol):
     """An allocator that returns the pages of free blocks before it hands out a block that would
-    take the process beyond a limit."""
+    take the process beyond a limit. It can also give blocks places outside of malloc's heap."""
+
+    places: BlockPlaces
 
     def limit(self, nbytes: int | None, statm: int) -> None:
         """Set the limit, None for none. `statm`: descriptor of this process's /proc/self/statm."""
@@ -52,6 +55,14 @@ class Guard(Protocol):
     def trims(self) -> int: ...
 
     def trim_ns(self) -> int: ...
+
+    def placed_bytes(self) -> int:
+        """Bytes of blocks that lie outside of malloc's heap."""
+        ...
+
+    def give_back_places(self) -> None:
+        """Return the pages of free places outside of malloc's heap."""
+        ...
 
     def watch(self, limit_bytes: int, beyond_bytes: int, seconds: float) -> int:
         """Look as often as `Heap` would, in native code, for at most `seconds`: until the process
@@ -248,15 +259,18 @@ class Heap:
     def trim(self) -> None:
         if self._malloc is not None:
             self._malloc.trim()
+            if self.guard is not None:
+                self.guard.give_back_places()
 
     def _hole_bytes(self, held_bytes: int) -> int:
         """Resident bytes outside of blocks; untouched pages of blocks make it an underestimate."""
         return max(held_bytes - self._other_bytes - self.live_bytes(), 0)
 
     def live_bytes(self) -> int:
-        """Returns the bytes that malloc has handed out and that were not freed."""
+        """Returns the bytes that were handed out and not freed."""
         assert self._malloc is not None
-        return self._malloc.live_bytes()
+        placed_bytes = 0 if self.guard is None else self.guard.placed_bytes()
+        return self._malloc.live_bytes() + placed_bytes
 
     def resident_bytes(self) -> int:
         """Returns the resident bytes of the process without shared pages."""

@@ -3,11 +3,15 @@
 // torch wants each block on a border of 64 bytes. An aligned allocation of glibc before 2.39 cuts it
 // out of a longer block and frees both ends, so what a freed tensor leaves is too short for the next
 // one of its size. Here the ends stay with the block: the address to free lies just before the data.
+//
+// Steps repeat themselves. Once one was recorded and laid out, each of its large blocks gets the place
+// that was found for it, so that there are no holes between them. Any other block comes from malloc.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <malloc.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -18,8 +22,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
+#include <vector>
 
 namespace {
 
@@ -29,10 +36,169 @@ constexpr std::size_t kBeside = kBorder + kBefore;
 constexpr std::size_t kAddresses = std::size_t{1} << 47;
 constexpr std::size_t kLarge = 256 << 10;       // smaller blocks are left to who looks now and then
 constexpr std::int64_t kWorth = 1 << 20;        // that much has to have come since free pages went
+constexpr std::size_t kPlaced = 64 << 10;       // smaller blocks get no place
+constexpr std::uintptr_t kHuge = 2 << 20;
+constexpr std::size_t kMostEvents = 1 << 20;    // steps that are longer get no places
 constexpr std::int64_t kNone = -1;
 constexpr double kFastest = 4e9;                // bytes a second that a process may touch anew
 constexpr double kShortest = 2e-3;              // seconds between two looks
 const std::int64_t kPage = sysconf(_SC_PAGESIZE);
+
+// What a step allocates and frees, in order: `nbytes` are 0 for what is freed, and for the border
+// between two steps, which has no address.
+struct Event {
+  std::int64_t nbytes, address, thread;
+};
+
+// Places for the large blocks of a step, told apart by their size and by how many of that size came
+// before in the step.
+class Places {
+ public:
+  // Returns nullptr if the block has no place, or if its place is still taken.
+  void* take(std::size_t nbytes) {
+    if (!placing_ || nbytes < kPlaced) return nullptr;
+    std::lock_guard<std::mutex> alone(lock_);
+    if (regions_.empty() || !placing_) return nullptr;
+    const auto found = offsets_.find(nbytes);
+    if (found == offsets_.end()) return nullptr;
+    auto& [offsets, next] = found->second;
+    if (next >= offsets.size()) return nullptr;
+    const std::int64_t offset = offsets[next++];
+    if (offset == kNone) return nullptr;
+    Region& region = regions_.back();
+    const std::uintptr_t begin = region.begin + offset, end = begin + nbytes;
+    auto after = region.taken.lower_bound(begin);
+    const bool free = (after == region.taken.end() || after->first >= end) &&
+                      (after == region.taken.begin() || std::prev(after)->second <= begin);
+    if (!free) {
+      ++missed_;
+      return nullptr;
+    }
+    region.taken.emplace_hint(after, begin, end);
+    live_bytes_ += static_cast<std::int64_t>(nbytes);
+    return reinterpret_cast<void*>(begin);
+  }
+
+  // False if the block is one of malloc's.
+  bool give(void* data) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(data);
+    if (begin < lowest_ || begin >= highest_) return false;
+    std::lock_guard<std::mutex> alone(lock_);
+    for (auto region = regions_.begin(); region != regions_.end(); ++region) {
+      const auto found = region->taken.find(begin);
+      if (found == region->taken.end()) continue;
+      live_bytes_ -= static_cast<std::int64_t>(found->second - begin);
+      region->taken.erase(found);
+      if (region->taken.empty() && (!placing_ || &*region != &regions_.back())) {
+        munmap(reinterpret_cast<void*>(region->begin), region->nbytes);
+        regions_.erase(region);
+      }
+      return true;
+    }
+    return false;
+  }
+
+  // Gives blocks these places from now on, kNone for none; blocks of one size are in the order of
+  // their coming. Without any, all blocks come from malloc.
+  bool lay_out(const std::int64_t* sizes, const std::int64_t* offsets, std::int64_t count,
+               std::int64_t extent_bytes) {
+    std::lock_guard<std::mutex> alone(lock_);
+    if (!regions_.empty() && regions_.back().taken.empty()) {
+      munmap(reinterpret_cast<void*>(regions_.back().begin), regions_.back().nbytes);
+      regions_.pop_back();
+    }
+    offsets_.clear();
+    placing_ = false;
+    if (count == 0) return true;
+    const std::size_t nbytes = (extent_bytes + 2 * kHuge - 1) & ~(kHuge - 1);
+    void* mapped = mmap(nullptr, nbytes + kHuge, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) return false;
+    const auto from = reinterpret_cast<std::uintptr_t>(mapped);
+    const auto begin = (from + kHuge - 1) & ~(kHuge - 1);
+    if (begin > from) munmap(mapped, begin - from);
+    if (from + kHuge > begin) munmap(reinterpret_cast<void*>(begin + nbytes), from + kHuge - begin);
+    madvise(reinterpret_cast<void*>(begin), nbytes, MADV_HUGEPAGE);  // refused where there are none
+    regions_.push_back({begin, nbytes, {}});
+    lowest_ = std::min<std::uintptr_t>(lowest_, begin);
+    highest_ = std::max<std::uintptr_t>(highest_, begin + nbytes);
+    for (std::int64_t i = 0; i < count; ++i) offsets_[sizes[i]].first.push_back(offsets[i]);
+    missed_ = 0;
+    placing_ = true;
+    return true;
+  }
+
+  // A step begins: blocks are counted anew.
+  void begin_step() {
+    std::lock_guard<std::mutex> alone(lock_);
+    for (auto& [size, places] : offsets_) places.second = 0;
+    if (recording_) events_.push_back({0, 0, 0});
+  }
+
+  void record(bool on) {
+    std::lock_guard<std::mutex> alone(lock_);
+    events_.clear();
+    recording_ = on;
+  }
+
+  void note(std::size_t nbytes, void* data) {
+    if (!recording_ || (nbytes != 0 && nbytes < kPlaced)) return;
+    std::lock_guard<std::mutex> alone(lock_);
+    const auto address = reinterpret_cast<std::int64_t>(data);
+    if (recording_ && events_.size() < kMostEvents) events_.push_back({static_cast<std::int64_t>(nbytes), address, gettid()});
+  }
+
+  std::int64_t events(Event* to, std::int64_t most) {
+    std::lock_guard<std::mutex> alone(lock_);
+    const auto count = std::min<std::int64_t>(most, static_cast<std::int64_t>(events_.size()));
+    if (to != nullptr) std::copy_n(events_.begin(), count, to);
+    return static_cast<std::int64_t>(events_.size());
+  }
+
+  // Gives back the pages of free places.
+  void trim() {
+    std::lock_guard<std::mutex> alone(lock_);
+    for (const Region& region : regions_) {
+      std::uintptr_t from = region.begin;
+      for (const auto& [begin, end] : region.taken) {
+        give_pages(from, begin);
+        from = end;
+      }
+      give_pages(from, region.begin + region.nbytes);
+    }
+  }
+
+  std::mutex& lock() { return lock_; }
+  std::int64_t live_bytes() const { return live_bytes_; }
+  std::int64_t missed() const { return missed_; }
+
+ private:
+  struct Region {
+    std::uintptr_t begin;
+    std::size_t nbytes;
+    std::map<std::uintptr_t, std::uintptr_t> taken;
+  };
+
+  static void give_pages(std::uintptr_t begin, std::uintptr_t end) {
+    const auto page = static_cast<std::uintptr_t>(kPage);
+    begin = (begin + page - 1) & ~(page - 1);
+    end &= ~(page - 1);
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  }
+
+  std::mutex lock_;
+  std::vector<Region> regions_;  // the last one is in use, others are until their last block is free
+  std::unordered_map<std::size_t, std::pair<std::vector<std::int64_t>, std::size_t>> offsets_;
+  std::vector<Event> events_;
+  std::atomic<bool> placing_{false}, recording_{false};
+  std::atomic<std::uintptr_t> lowest_{~std::uintptr_t{0}}, highest_{0};
+  std::atomic<std::int64_t> live_bytes_{0}, missed_{0};
+};
+
+Places& places() {
+  static Places* only = new Places();  // outlives every tensor
+  return *only;
+}
 
 // The most that the process may hold. A block that was just taken is not touched yet, so this is
 // the time to give back the pages of free blocks, if the block's own would be too many.
@@ -85,6 +251,7 @@ class Limit {
   void trim() {
     const auto began = std::chrono::steady_clock::now();
     malloc_trim(0);
+    places().trim();
     const auto taken = std::chrono::steady_clock::now() - began;
     trim_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(taken).count();
     ++trims;
@@ -133,7 +300,8 @@ void*& block_of(void* data) {
 void give_back(void* data) {
   if (data == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(data);
-  std::free(block_of(data));
+  places().note(0, data);
+  if (!places().give(data)) std::free(block_of(data));
 }
 
 class PlainBlocks final : public c10::Allocator {
@@ -151,6 +319,12 @@ class PlainBlocks final : public c10::Allocator {
 
  private:
   static void* take(std::size_t nbytes) {
+    if (void* placed = places().take(nbytes)) {
+      limit().taken(placed, nbytes);
+      places().note(nbytes, placed);
+      c10::profiledCPUMemoryReporter().New(placed, nbytes);
+      return placed;
+    }
     // malloc is not even asked for what no address reaches: when it fails, glibc moves the thread
     // to another arena for good, whose memory it does not give back
     void* block = nbytes > kAddresses ? nullptr : std::malloc(nbytes + kBeside);
@@ -162,6 +336,7 @@ class PlainBlocks final : public c10::Allocator {
     const auto first = reinterpret_cast<std::uintptr_t>(block) + kBefore;
     void* data = reinterpret_cast<void*>((first + kBorder - 1) & ~(kBorder - 1));
     block_of(data) = block;
+    places().note(nbytes, data);
     c10::profiledCPUMemoryReporter().New(data, nbytes);
     return data;
   }
@@ -171,6 +346,9 @@ class PlainBlocks final : public c10::Allocator {
 
 extern "C" void offcompile_use_plain_blocks() {
   static PlainBlocks* blocks = new PlainBlocks();  // outlives every tensor
+  // a fork while another thread looks for a place would leave the child a lock that nobody opens
+  pthread_atfork([] { places().lock().lock(); }, [] { places().lock().unlock(); },
+                 [] { places().lock().unlock(); });
   c10::SetCPUAllocator(blocks, 255);
 }
 
@@ -184,3 +362,17 @@ extern "C" std::int64_t offcompile_watch(std::int64_t limit_bytes, std::int64_t 
 
 extern "C" std::int64_t offcompile_trims() { return limit().trims; }
 extern "C" std::int64_t offcompile_trim_ns() { return limit().trim_ns; }
+
+// Blocks of a step: what was recorded of them, and the places that they get (`Places`).
+extern "C" void offcompile_begin_step() { places().begin_step(); }
+extern "C" void offcompile_record(int on) { places().record(on != 0); }
+extern "C" std::int64_t offcompile_events(Event* to, std::int64_t most) {
+  return places().events(to, most);
+}
+extern "C" int offcompile_lay_out(const std::int64_t* sizes, const std::int64_t* offsets,
+                                  std::int64_t count, std::int64_t extent_bytes) {
+  return places().lay_out(sizes, offsets, count, extent_bytes) ? 1 : 0;
+}
+extern "C" std::int64_t offcompile_placed_bytes() { return places().live_bytes(); }
+extern "C" std::int64_t offcompile_missed() { return places().missed(); }
+extern "C" void offcompile_give_back_places() { places().trim(); }

@@ -20,6 +20,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
@@ -27,6 +28,8 @@ from offcompile.runtime.base.small_cpp import library
 
 from .glibc import glibc_version
 from .heap import address_space_is_limited, guard_with, heap
+from .placement import Integers
+from .places import BlockPlaces
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +109,13 @@ class _Guard:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.places = BlockPlaces(_Placing(library))
         library.offcompile_limit.argtypes = (ctypes.c_int64, ctypes.c_int)
         library.offcompile_limit.restype = None
         for count in (library.offcompile_trims, library.offcompile_trim_ns):
             count.restype = ctypes.c_int64
+        library.offcompile_placed_bytes.restype = ctypes.c_int64
+        library.offcompile_give_back_places.restype = None
         library.offcompile_watch.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double)
         library.offcompile_watch.restype = ctypes.c_int64
 
@@ -122,5 +128,52 @@ class _Guard:
     def trim_ns(self) -> int:
         return int(self._library.offcompile_trim_ns())
 
+    def placed_bytes(self) -> int:
+        return int(self._library.offcompile_placed_bytes())
+
+    def give_back_places(self) -> None:
+        self._library.offcompile_give_back_places()
+
     def watch(self, limit_bytes: int, beyond_bytes: int, seconds: float) -> int:
         return int(self._library.offcompile_watch(limit_bytes, beyond_bytes, seconds))
+
+
+class _Placing:
+    """The allocator's interface to `BlockPlaces`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.offcompile_begin_step.restype = library.offcompile_record.restype = None
+        library.offcompile_events.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        library.offcompile_events.restype = library.offcompile_missed.restype = ctypes.c_int64
+        library.offcompile_lay_out.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+        )
+
+    def begin_step(self) -> None:
+        self._library.offcompile_begin_step()
+
+    def record(self, on: bool) -> None:
+        self._library.offcompile_record(int(on))
+
+    def events(self) -> Integers:
+        count = self._library.offcompile_events(None, 0)
+        found = np.zeros((count, 3), np.int64)
+        taken = self._library.offcompile_events(found.ctypes.data, count)
+        return found[: min(count, taken)]
+
+    def lay_out(self, sizes: Integers, offsets: Integers, extent_bytes: int) -> bool:
+        return bool(
+            self._library.offcompile_lay_out(
+                sizes.ctypes.data, offsets.ctypes.data, len(sizes), extent_bytes
+            )
+        )
+
+    def missed(self) -> int:
+        return int(self._library.offcompile_missed())
+
+    def trim(self) -> None:
+        heap().trim()

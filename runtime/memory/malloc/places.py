@@ -1,0 +1,112 @@
+"""Gives the large blocks of repeated steps fixed places, so that no holes form between them.
+
+Blocks that come and go leave holes in a heap. Where the budget has no room for these, pages go back
+to the system and are touched again. But the steps of one plan repeat themselves. So two of them are
+recorded, and their blocks are laid out. From then on, a block gets the place of the block of its
+size that came as early in the recorded step. If that place is still taken, malloc serves, as it
+does for everything else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from .placement import Integers, blocks_of, most_bytes, place, table
+
+#: runs of a plan: the first warms up, the next two are recorded
+RECORDED_FROM, PLACED_FROM = 2, 4
+#: blocks are left to malloc if places need so much more than the blocks take together
+MOST_WASTE = 1.25
+#: steps of other graphs after which a graph that does not run counts as gone
+MOST_OTHERS = 64
+#: share of a step's blocks that may find their place taken, and for how many steps more may
+MISSED_SHARE, MISSED_STEPS = 0.05, 3
+#: times that a plan's steps are recorded
+MOST_ATTEMPTS = 3
+#: stands for no place; the same value as in the C++ source
+NOWHERE = -1
+
+
+class PlacingAllocator(Protocol):
+    """An allocator that records blocks and places them; see `tensor_memory.cpp`."""
+
+    def begin_step(self) -> None: ...
+    def record(self, on: bool) -> None: ...
+    def events(self) -> Integers: ...
+    def lay_out(self, sizes: Integers, offsets: Integers, extent_bytes: int) -> bool: ...
+    def missed(self) -> int: ...
+    def trim(self) -> None: ...
+
+
+class BlockPlaces:
+    """Records the steps of one graph, and lays out their blocks. Other graphs that run meanwhile
+    are part of its steps."""
+
+    def __init__(self, allocator: PlacingAllocator) -> None:
+        self._allocator = allocator
+        #: the graph whose runs begin steps, and its plan
+        self._graph: weakref.ref[object] | None = None
+        self._plan: weakref.ref[object] | None = None
+        self._runs = self._others = self._attempts = 0
+        #: blocks that have a place, and the bytes of all places
+        self.blocks = self.extent_bytes = 0
+        #: blocks so far that found their place taken, and the steps in which too many did
+        self._missed = self._missed_steps = 0
+
+    def begin_step(self, graph: object, plan: object) -> None:
+        """Note that a forward of this graph begins, by this plan."""
+        leader = None if self._graph is None else self._graph()
+        if leader is not None and leader is not graph and self._others < MOST_OTHERS:
+            self._others += 1
+            return
+        if leader is not graph or self._plan is None or self._plan() is not plan:
+            self._start(graph, plan)
+        self._others = 0
+        self._runs += 1
+        if self._runs == RECORDED_FROM:
+            self._allocator.record(True)
+        self._allocator.begin_step()
+        if self._runs == PLACED_FROM:
+            self._lay_out()
+        elif self._runs > PLACED_FROM and self.blocks:
+            self._look()
+
+    def _start(self, graph: object, plan: object) -> None:
+        self._graph, self._plan = weakref.ref(graph), weakref.ref(plan)
+        self._runs = self._attempts = 0
+        self._allocator.record(False)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave all blocks to malloc."""
+        if self.blocks:
+            nothing = table((), (), NOWHERE)
+            self._allocator.lay_out(*nothing, 0)
+        self.blocks = self.extent_bytes = 0
+
+    def _lay_out(self) -> None:
+        blocks = blocks_of(self._allocator.events())
+        self._allocator.record(False)
+        self._attempts += 1
+        self._leave()
+        made = place(blocks)
+        if not blocks or made.extent_bytes > MOST_WASTE * most_bytes(blocks):
+            return
+        if self._allocator.lay_out(*table(blocks, made.offsets, NOWHERE), made.extent_bytes):
+            self.blocks, self.extent_bytes = len(blocks), made.extent_bytes
+            self._missed = self._missed_steps = 0
+            self._allocator.trim()  # what malloc has kept of blocks that now have places
+
+    def _look(self) -> None:
+        """Record anew, or leave blocks to malloc, if steps are no longer as they were recorded."""
+        missed, self._missed = self._allocator.missed() - self._missed, self._allocator.missed()
+        many = missed > MISSED_SHARE * self.blocks
+        self._missed_steps = self._missed_steps + 1 if many else 0
+        if self._missed_steps < MISSED_STEPS:
+            return
+        self._missed_steps = 0
+        if self._attempts < MOST_ATTEMPTS:
+            self._runs = RECORDED_FROM - 1
+        else:
+            self._leave()
