@@ -50,7 +50,7 @@ def placed_bytes(problem: Problem, machine: Machine, plan: Plan, timeline: Timel
     blocks = [PlacedBlock(stay.nbytes, 0, stay.first, stay.last) for stay in stays]
     large = [block for block in blocks if block.nbytes >= LEAST_BYTES]
     small = [block for block in blocks if block.nbytes < LEAST_BYTES]
-    return standing_bytes + place(large).extent_bytes + most_bytes(small) + workspaces
+    return standing_bytes + place(large, rounds=1).extent_bytes + most_bytes(small) + workspaces
 
 
 def _stays(found: Presence, workspaces: bool = True) -> tuple[list[AddressStay], int]:

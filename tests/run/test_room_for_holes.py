@@ -11,6 +11,7 @@ from offcompile.ir import Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.planning.fit_budget import PlanSearch, fit_budget
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.planner import GraphPlanner
+from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
 
 MIB = 1 << 20
@@ -31,15 +32,24 @@ def _machine(capacity: int) -> Machine:
     return Machine(tiers, tuple(Lane(*lane, 100 * MIB / 1000) for lane in lanes))
 
 
-def _planner(factors: object = None, lowering: str = "aot_eager") -> GraphPlanner:
+def _planner(
+    factors: object = None, lowering: str = "aot_eager", held_bytes: int = 0
+) -> GraphPlanner:
     target = SimpleNamespace(room=lambda nbytes: HeapLimit(nbytes), holes_bytes=lambda n: n // 4)
     source: Any = SimpleNamespace(
         target=target,
         touch_again_us_per_mib=100.0,
-        profile=SimpleNamespace(factors=factors),
+        profile=SimpleNamespace(factors=factors, lacks_room=False),
         options=SimpleNamespace(lowering=lowering),
     )
-    return GraphPlanner(source, PlanRequest("graph"))
+    return GraphPlanner(source, PlanRequest("graph", held_bytes=held_bytes))
+
+
+@pytest.fixture(autouse=True, params=[True, False])
+def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """True if torch has our allocator, which gives blocks places."""
+    monkeypatch.setattr(tensor_memory, "will_fit", lambda: request.param)
+    return bool(request.param)
 
 
 @pytest.mark.parametrize(("left", "enough"), [(BUDGET // 8, True), (0, False)])
@@ -61,6 +71,22 @@ def test_costs_of_measured_steps_include_the_touching() -> None:
     assert holes.touching_us is None and holes.enough is not None
 
 
-def test_no_less_room_is_tried_for_kernels_whose_order_is_not_known() -> None:
+def test_less_room_is_tried_for_kernels_of_any_order_where_blocks_get_places(places: bool) -> None:
     holes = _planner(lowering="inductor")._holes(_chain(), BUDGET)
-    assert holes.touching_us is not None and holes.enough is None
+    assert holes.touching_us is not None and (holes.enough is not None) is places
+
+
+def test_graphs_among_others_are_not_expected_to_get_places() -> None:
+    holes = _planner(lowering="inductor", held_bytes=1)._holes(_chain(), BUDGET)
+    assert holes.enough is None
+
+
+def test_no_less_room_is_tried_where_steps_lacked_it() -> None:
+    planner = _planner()
+    planner.source.profile.lacks_room = True
+    holes = planner._holes(_chain(), BUDGET)
+    assert holes.needed and holes.enough is None
+    search = PlanSearch(_machine, lambda _: 0, "joint", 0.5)
+    for budget in (BUDGET, BUDGET // 2):
+        made = fit_budget(_chain(), search, budget, holes=holes)
+        assert made.holes_bytes == holes.wanted_bytes and not made.spares_room

@@ -1,7 +1,7 @@
 """Finds a place for each large block of a step that repeats itself, so that no holes form.
 
-Blocks are placed largest first, each at the lowest place that is free during its whole life. The
-recorded steps of a GPT and a ResNet so needed 5 to 12% more memory than the blocks take together.
+Each block gets the lowest place that is free during its whole life. The recorded steps of a GPT and
+of ResNets so needed 0 to 12% more memory than the blocks of a moment take together.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ PAGE_BYTES = 4096
 LEAST_BYTES = 64 << 10
 #: the largest blocks that get a place; with each, finding one takes longer
 MOST_BLOCKS = 3000
+#: layouts that are tried from each of two orders
+ROUNDS = 30
 #: share of a step by which a block may outlive what was recorded, where a lane frees it
 SLACK = 1 / 50
 #: share of the bytes of a step that have to come again in the next one
@@ -46,14 +48,29 @@ class BlockLayout:
     extent_bytes: int
 
 
-def place(blocks: Sequence[PlacedBlock]) -> BlockLayout:
-    """Place blocks, each at the lowest offset that is free during its life."""
+def place(blocks: Sequence[PlacedBlock], rounds: int = ROUNDS) -> BlockLayout:
+    """Find places: largest block first, of those of one size the longest or the earliest first.
+    Each further round begins with the blocks that ended last in the one before."""
     sizes = np.array([-(-b.nbytes // PAGE_BYTES) * PAGE_BYTES for b in blocks], np.int64)
     first = np.array([b.first for b in blocks], np.int64)
     last = np.array([b.last for b in blocks], np.int64)
     lives = last - first + (last < first) * (last.max(initial=0) + 1)
-    order = np.lexsort((first, -lives, -sizes))
-    begins, ends = np.zeros(len(blocks), np.int64), np.zeros(len(blocks), np.int64)
+    best = BlockLayout((), 0)
+    for keys in ((first, -lives, -sizes), (-lives, first, -sizes)):
+        order = np.lexsort(keys)
+        for _ in range(rounds):
+            made = _placed(order, sizes, first, last)
+            if not best.offsets or made.extent_bytes < best.extent_bytes:
+                best = made
+            ends = np.array(made.offsets, np.int64) + sizes
+            outmost = ends[order] == made.extent_bytes
+            order = np.concatenate((order[outmost], order[~outmost]))
+    return best
+
+
+def _placed(order: Integers, sizes: Integers, first: Integers, last: Integers) -> BlockLayout:
+    """Place blocks in this order, each at the lowest offset that is free during its life."""
+    begins, ends = np.zeros_like(sizes), np.zeros_like(sizes)
     for n, i in enumerate(order):
         before = order[:n]
         in_the_way = before[_meet(first[i], last[i], first[before], last[before])]
