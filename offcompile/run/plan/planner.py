@@ -161,19 +161,19 @@ class GraphPlanner:
 
         placed = self._places_blocks()
 
-        def within(machine: Machine, made: PlanResult, heap: HeapLimit) -> bool:
+        def fits_in_places(machine: Machine, made: PlanResult) -> bool:
             taken = placed_bytes(problem, machine, made.plan, made.timeline)
-            return heap.nbytes is None or taken <= heap.nbytes
+            return tighter.nbytes is None or taken <= tighter.nbytes
 
         def touched_us(machine: Machine, made: PlanResult, heap: HeapLimit) -> float:
-            if placed and within(machine, made, heap):
+            if placed and fits_in_places(machine, made):
                 return 0.0
             found = planned_returns(problem, machine, made.plan, made.timeline, heap)
             return found.touched_mib * us_per_mib
 
         def enough(machine: Machine, made: PlanResult) -> bool:
             if placed:
-                return within(machine, made, tighter)
+                return fits_in_places(machine, made)
             compute_us = sum(op.duration_us for op in problem.ops)
             return touched_us(machine, made, tighter) <= NO_LOSS * compute_us
 
