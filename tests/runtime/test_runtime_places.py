@@ -200,6 +200,15 @@ def test_a_graph_that_no_longer_runs_gives_way() -> None:
     assert places.blocks
 
 
+def test_places_go_with_their_graph() -> None:
+    allocator, graph = Recorder(), Thing()
+    places = BlockPlaces(allocator)
+    for _ in range(PLACED_FROM):
+        places.begin_step(graph, PLAN)
+    del graph
+    assert allocator.extents == [3 * MIB, 0] and places.blocks == 0
+
+
 def test_steps_that_differ_stay_with_malloc() -> None:
     allocator = Recorder(second=[])
     places = BlockPlaces(allocator)
@@ -334,6 +343,7 @@ print("went")
 def test_a_forked_process_can_use_and_free_places() -> None:
     out = ran(
         """
+torch.set_num_threads(1)  # threads do not come along into the child
 for _ in range(4):
     step()
 kept = []

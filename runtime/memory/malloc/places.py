@@ -73,10 +73,14 @@ class BlockPlaces:
             self._look()
 
     def _start(self, graph: object, plan: object) -> None:
-        self._graph, self._plan = weakref.ref(graph), weakref.ref(plan)
+        self._graph, self._plan = weakref.ref(graph, self._gone), weakref.ref(plan)
         self._runs = self._attempts = 0
         self._allocator.record(False)
         self._leave()
+
+    def _gone(self, graph: weakref.ref[object]) -> None:
+        if graph is self._graph:
+            self._leave()
 
     def _leave(self) -> None:
         """Leave all blocks to malloc."""
