@@ -343,6 +343,8 @@ print("went")
 def test_a_forked_process_can_use_and_free_places() -> None:
     out = ran(
         """
+tensor_memory._installed.cache_clear()
+assert install()  # a second time, as programs that import again do
 torch.set_num_threads(1)  # threads do not come along into the child
 for _ in range(4):
     step()

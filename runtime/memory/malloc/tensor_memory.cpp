@@ -347,8 +347,10 @@ class PlainBlocks final : public c10::Allocator {
 extern "C" void offcompile_use_plain_blocks() {
   static PlainBlocks* blocks = new PlainBlocks();  // outlives every tensor
   // a fork while another thread looks for a place would leave the child a lock that nobody opens
-  pthread_atfork([] { places().lock().lock(); }, [] { places().lock().unlock(); },
-                 [] { places().lock().unlock(); });
+  static const int once = pthread_atfork(
+      [] { places().lock().lock(); }, [] { places().lock().unlock(); },
+      [] { places().lock().unlock(); });
+  static_cast<void>(once);
   c10::SetCPUAllocator(blocks, 255);
 }
 
