@@ -70,7 +70,9 @@ class RunningHalf:
         check = None if verifying is None else verifying.begin(phase, arguments)
         with self._recorded(arguments), self._among_others(arguments) as room:
             if self._placed and (guard := heap().guard) is not None:
-                guard.places.begin_step(self.facts.runs, planned)
+                standing = planned.needs.planned.standing_bytes
+                room_bytes = planned.report.budget_bytes - standing
+                guard.places.begin_step(self.facts.runs, planned, room_bytes)
             if self._heap_watched and (phase != BACKWARD or room is not None):
                 self._begin_heap(room)
             started = clock.start()

@@ -71,14 +71,15 @@ def test_costs_of_measured_steps_include_the_touching() -> None:
     assert holes.touching_us is None and holes.enough is not None
 
 
-def test_less_room_is_tried_for_kernels_of_any_order_where_blocks_get_places(places: bool) -> None:
+def test_no_less_room_is_tried_for_kernels_whose_order_is_not_known() -> None:
     holes = _planner(lowering="inductor")._holes(_chain(), BUDGET)
-    assert holes.touching_us is not None and (holes.enough is not None) is places
+    assert holes.touching_us is not None and holes.enough is None
 
 
-def test_graphs_among_others_are_not_expected_to_get_places() -> None:
-    holes = _planner(lowering="inductor", held_bytes=1)._holes(_chain(), BUDGET)
-    assert holes.enough is None
+def test_blocks_of_graphs_among_others_are_not_expected_to_get_places(places: bool) -> None:
+    planner = _planner()
+    assert planner._places_blocks() is places
+    assert not _planner(held_bytes=1)._places_blocks()
 
 
 def test_no_less_room_is_tried_where_steps_lacked_it() -> None:

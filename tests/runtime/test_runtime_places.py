@@ -166,6 +166,9 @@ class Thing:
     """A graph or a plan."""
 
 
+ROOM = 64 * MIB
+
+
 GRAPH, PLAN = Thing(), Thing()
 
 
@@ -173,7 +176,7 @@ def test_two_steps_are_recorded_and_then_laid_out() -> None:
     allocator = Recorder()
     places, recording = BlockPlaces(allocator), []
     for _ in range(PLACED_FROM + 1):
-        places.begin_step(GRAPH, PLAN)
+        places.begin_step(GRAPH, PLAN, ROOM)
         recording.append(allocator.recording)
     assert recording == [RECORDED_FROM <= run < PLACED_FROM for run in range(1, PLACED_FROM + 2)]
     assert allocator.extents == [3 * MIB] and allocator.trims == 1
@@ -184,19 +187,19 @@ def test_another_plan_begins_anew_and_other_graphs_are_part_of_the_step() -> Non
     allocator, other = Recorder(), Thing()
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM):
-        places.begin_step(GRAPH, PLAN)
-        places.begin_step(other, PLAN)
+        places.begin_step(GRAPH, PLAN, ROOM)
+        places.begin_step(other, PLAN, ROOM)
     assert allocator.extents == [3 * MIB]
-    places.begin_step(GRAPH, other)
+    places.begin_step(GRAPH, other, ROOM)
     assert allocator.extents == [3 * MIB, 0] and places.blocks == 0
 
 
 def test_a_graph_that_no_longer_runs_gives_way() -> None:
     allocator, other = Recorder(), Thing()
     places = BlockPlaces(allocator)
-    places.begin_step(GRAPH, PLAN)
+    places.begin_step(GRAPH, PLAN, ROOM)
     for _ in range(MOST_OTHERS + PLACED_FROM):
-        places.begin_step(other, PLAN)
+        places.begin_step(other, PLAN, ROOM)
     assert places.blocks
 
 
@@ -204,16 +207,24 @@ def test_places_go_with_their_graph() -> None:
     allocator, graph = Recorder(), Thing()
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM):
-        places.begin_step(graph, PLAN)
+        places.begin_step(graph, PLAN, ROOM)
     del graph
     assert allocator.extents == [3 * MIB, 0] and places.blocks == 0
+
+
+def test_blocks_stay_with_malloc_where_places_have_no_room() -> None:
+    allocator = Recorder()
+    places = BlockPlaces(allocator)
+    for _ in range(PLACED_FROM + 1):
+        places.begin_step(GRAPH, PLAN, 3 * MIB - 1)
+    assert not allocator.extents and not allocator.trims and not places.blocks
 
 
 def test_steps_that_differ_stay_with_malloc() -> None:
     allocator = Recorder(second=[])
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM + 1):
-        places.begin_step(GRAPH, PLAN)
+        places.begin_step(GRAPH, PLAN, ROOM)
     assert not allocator.extents and not allocator.trims and not places.blocks
 
 
@@ -222,7 +233,7 @@ def test_steps_that_become_others_are_recorded_again_and_in_the_end_left_to_mall
     places = BlockPlaces(allocator)
     for _ in range(MOST_ATTEMPTS * (PLACED_FROM + MISSED_STEPS)):
         allocator.misses += 1
-        places.begin_step(GRAPH, PLAN)
+        places.begin_step(GRAPH, PLAN, ROOM)
     assert allocator.extents == [3 * MIB, 0] * MOST_ATTEMPTS
     assert not places.blocks
 
@@ -235,9 +246,9 @@ from offcompile.runtime.memory.malloc.placement import blocks_of
 guard = heap().guard
 placing, places = guard.places._allocator, guard.places
 class Thing: ...
-graph, plan = Thing(), Thing()
+graph, plan, ROOM = Thing(), Thing(), 64 * MIB
 def step(n=4, keep=None):
-    places.begin_step(graph, plan)
+    places.begin_step(graph, plan, ROOM)
     held, found = [], []
     for i in range(n):
         x = torch.empty((i % 3 + 1) * MIB, dtype=torch.uint8)
@@ -307,9 +318,9 @@ kept = []
 for _ in range(4):
     step()
 step(keep=kept)
-places.begin_step(Thing, plan)  # not yet: the first graph is only a step ago
+places.begin_step(Thing, plan, ROOM)  # not yet: the first graph is only a step ago
 other = Thing()
-places.begin_step(graph, other)
+places.begin_step(graph, other, ROOM)
 assert places.blocks == 0 and guard.placed_bytes() == 2 * MIB
 assert int(kept[0][0]) == 1
 x = torch.empty(2 * MIB, dtype=torch.uint8)

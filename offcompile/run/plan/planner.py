@@ -179,9 +179,10 @@ class GraphPlanner:
 
         # costs corrected by measured steps already include the touching
         counted = source.profile.factors is None
-        # Inductor's kernels take and free buffers in an order of their own: where a simulation
-        # found half the room enough, pages of a ResNet went back twice a step. Places know no order
-        known = placed or source.options.lowering == "aot_eager"
+        # Inductor's kernels take and free buffers in an order of their own. Where half the room was
+        # expected to be enough, pages of a ResNet went back twice a step, and to plan again takes
+        # another compilation
+        known = source.options.lowering == "aot_eager"
         needed = source.profile.lacks_room
         tighter = room.smaller(budget // OTHERS_SHARE)
         return Holes(

@@ -54,8 +54,8 @@ class BlockPlaces:
         #: blocks so far that found their place taken, and the steps in which too many did
         self._missed = self._missed_steps = 0
 
-    def begin_step(self, graph: object, plan: object) -> None:
-        """Note that a forward of this graph begins, by this plan."""
+    def begin_step(self, graph: object, plan: object, room_bytes: int) -> None:
+        """Note that a forward of this graph begins, by this plan, with so much room for blocks."""
         leader = None if self._graph is None else self._graph()
         if leader is not None and leader is not graph and self._others < MOST_OTHERS:
             self._others += 1
@@ -68,7 +68,7 @@ class BlockPlaces:
             self._allocator.record(True)
         self._allocator.begin_step()
         if self._runs == PLACED_FROM:
-            self._lay_out()
+            self._lay_out(room_bytes)
         elif self._runs > PLACED_FROM and self.blocks:
             self._look()
 
@@ -89,13 +89,13 @@ class BlockPlaces:
             self._allocator.lay_out(*nothing, 0)
         self.blocks = self.extent_bytes = 0
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, room_bytes: int) -> None:
         blocks = blocks_of(self._allocator.events())
         self._allocator.record(False)
         self._attempts += 1
         self._leave()
         made = place(blocks)
-        if not blocks or made.extent_bytes > MOST_WASTE * most_bytes(blocks):
+        if not blocks or made.extent_bytes > min(room_bytes, MOST_WASTE * most_bytes(blocks)):
             return
         if self._allocator.lay_out(*table(blocks, made.offsets, NOWHERE), made.extent_bytes):
             self.blocks, self.extent_bytes = len(blocks), made.extent_bytes
