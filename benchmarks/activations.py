@@ -20,6 +20,8 @@ RESULT = Path(__file__).parent / "results" / "activations.md"
 # Beside the tensors, a process holds compiled code, small blocks and packed operands; so much is
 # taken off checkpointing's measured memory to make the budget that should come to the same.
 OVERHEAD_BYTES = 32 * MIB
+#: steps before the first that counts: ours are planned again and get places for their blocks
+SETTLING = 6
 
 
 def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
@@ -37,6 +39,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
             "spill": asked.spill,
             "quick": asked.quick,
             "returns_freed": lean,
+            "settling": SETTLING,
         }
         child = Child(name, task, bare)
         children.append(child)

@@ -216,7 +216,7 @@ def test_blocks_stay_with_malloc_where_places_have_no_room() -> None:
     allocator = Recorder()
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM + 1):
-        places.begin_step(GRAPH, PLAN, 3 * MIB - 1)
+        places.begin_step(GRAPH, PLAN, 2 * MIB)
     assert not allocator.extents and not allocator.trims and not places.blocks
 
 

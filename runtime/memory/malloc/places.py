@@ -16,8 +16,9 @@ from .placement import Integers, blocks_of, most_bytes, place, table
 
 #: runs of a plan: the first warms up, the next two are recorded
 RECORDED_FROM, PLACED_FROM = 2, 4
-#: blocks are left to malloc if places need so much more than the blocks take together
-MOST_WASTE = 1.25
+#: blocks are left to malloc if places need so much more than the blocks take together, or than there
+#: is room: a little too large, places still touch fewer pages again than holes do
+MOST_WASTE, MOST_OVER = 1.25, 1.125
 #: steps of other graphs after which a graph that does not run counts as gone
 MOST_OTHERS = 64
 #: share of a step's blocks that may find their place taken, and for how many steps more may
@@ -95,7 +96,9 @@ class BlockPlaces:
         self._attempts += 1
         self._leave()
         made = place(blocks)
-        if not blocks or made.extent_bytes > min(room_bytes, MOST_WASTE * most_bytes(blocks)):
+        if not blocks or made.extent_bytes > min(
+            MOST_OVER * room_bytes, MOST_WASTE * most_bytes(blocks)
+        ):
             return
         if self._allocator.lay_out(*table(blocks, made.offsets, NOWHERE), made.extent_bytes):
             self.blocks, self.extent_bytes = len(blocks), made.extent_bytes
