@@ -16,8 +16,8 @@ from .placement import Integers, blocks_of, most_bytes, place, table
 
 #: runs of a plan: the first warms up, the next two are recorded
 RECORDED_FROM, PLACED_FROM = 2, 4
-#: blocks are left to malloc if places need so much more than the blocks take together, or than there
-#: is room: a little too large, places still touch fewer pages again than holes do
+#: blocks are left to malloc if places need so much more than the blocks take together, or than the
+#: room: if that is a little too small, fewer pages are touched again with places than with holes
 MOST_WASTE, MOST_OVER = 1.25, 1.125
 #: steps of other graphs after which a graph that does not run counts as gone
 MOST_OTHERS = 64
