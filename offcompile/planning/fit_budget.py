@@ -62,7 +62,7 @@ class Decided:
     updates_us: float = 0.0
     #: True if a trial found the plan: a search may go on from it
     trial: bool = False
-    #: True if holes want more room than that, and a simulated heap did with it
+    #: True if holes want more room than that, and tensors are expected to do with it
     spares_room: bool = False
 
     @property

@@ -203,13 +203,15 @@ def test_a_graph_that_no_longer_runs_gives_way() -> None:
     assert places.blocks
 
 
-def test_places_go_with_their_graph() -> None:
+@pytest.mark.parametrize("runs", [RECORDED_FROM, PLACED_FROM])
+def test_places_and_records_go_with_their_graph(runs: int) -> None:
     allocator, graph = Recorder(), Thing()
     places = BlockPlaces(allocator)
-    for _ in range(PLACED_FROM):
+    for _ in range(runs):
         places.begin_step(graph, PLAN, ROOM)
     del graph
-    assert allocator.extents == [3 * MIB, 0] and places.blocks == 0
+    assert allocator.extents == ([3 * MIB, 0] if runs == PLACED_FROM else [])
+    assert places.blocks == 0 and not allocator.recording
 
 
 def test_blocks_stay_with_malloc_where_places_have_no_room() -> None:

@@ -81,6 +81,7 @@ class BlockPlaces:
 
     def _gone(self, graph: weakref.ref[object]) -> None:
         if graph is self._graph:
+            self._allocator.record(False)
             self._leave()
 
     def _leave(self) -> None:
