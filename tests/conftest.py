@@ -132,6 +132,7 @@ def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     if "torch" in sys.modules:
         trial = importlib.import_module("offcompile.run.trial")
         monkeypatch.setattr(trial, "STEPS_BEFORE", sys.maxsize)
+        monkeypatch.setattr(trial.Trial, "awaited", lambda on_trial, report: False)
 
 
 @pytest.fixture

@@ -76,6 +76,10 @@ class Trial:
         self._judged, self._asked, self._look_at = report, 0, recorded + LOOK_EVERY
         return step
 
+    def awaited(self, report: PlanReport) -> bool:
+        """True if the plan has yet to run long enough to be judged."""
+        return report is not self._judged and not report.fits
+
     def replaced(self, report: PlanReport) -> None:
         """Note that another plan replaces this one."""
         step = report.measured_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .compiled import CompiledPlan, CompiledProblem
+from .compiled import CompiledPlan, CompiledProblem, Transfer
 
 NS_PER_US = 1000
 
@@ -14,19 +14,33 @@ class Tolls:
         self._lanes = base.machine.lanes
         self._charged = any(lane.toll_us or lane.toll_share for lane in self._lanes)
         self._in_place = {base.number.tensor[t] for t in base.problem.in_place_ids}
+        self._nbytes = [t.nbytes for t in base.problem.tensors]
+        codecs = base.machine.codec.values()
+        self._codec_bytes_per_us = [0.0, *(c.bytes_per_us for c in codecs)]
 
     def ns(self, plan: CompiledPlan, makespan_ns: int) -> float:
         """The compute time that a step's moves cost, except while compute is idle."""
         if not self._charged:
             return 0.0
-        each_ns, copied_ns, shared_ns = 0.0, 0, 0.0
+        each_ns, worked_ns, shared_ns = 0.0, 0.0, 0.0
         for move in plan.moves:
             lane = self._lanes[move.lane]
             each_ns += lane.toll_us * NS_PER_US
-            if lane.toll_share and move.tensor in self._in_place:
-                copied_ns += move.duration_ns
-                shared_ns += lane.toll_share * move.duration_ns
-        if copied_ns:
+            if lane.toll_share:
+                work_ns = self._work_ns(move)
+                worked_ns += work_ns
+                shared_ns += lane.toll_share * work_ns
+        if worked_ns:
             idle_ns = makespan_ns - sum(run.duration_ns for run in plan.runs)
-            shared_ns *= max(0.0, 1 - max(0, idle_ns) / copied_ns)
+            shared_ns *= max(0.0, 1 - max(0, idle_ns) / worked_ns)
         return each_ns + shared_ns
+
+    def _work_ns(self, move: Transfer) -> float:
+        """The time for which the processor itself works for a move: it copies to and from mapped
+        files, and it packs."""
+        if move.tensor in self._in_place:
+            return move.duration_ns
+        if move.codec and (move.from_device or move.to_device):
+            us = self._nbytes[move.tensor] / self._codec_bytes_per_us[move.codec]
+            return min(us * NS_PER_US, move.duration_ns)
+        return 0.0

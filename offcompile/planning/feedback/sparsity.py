@@ -15,7 +15,8 @@ from offcompile.ir.units import compressed_bytes, move_ns
 from offcompile.runtime.codecs import CODEC_NAMES, codec, sampled_density
 
 FORWARD = PHASES[0]
-#: a codec is offered if both transfers take less than this share of their time without it
+#: a codec is offered if both transfers, with what packing takes from compute, need less than this
+#: share of their time without it
 PAYS_BELOW = 0.95
 #: packed sizes are estimated from a tensor of this many elements
 _ELEMENTS = 1 << 20
@@ -53,8 +54,10 @@ def those_that_pay(nbytes: int, ratios: Mapping[str, float], machine: Machine) -
 
     def both_ways_ns(ratio: float, rate: float | None) -> int:
         moved = compressed_bytes(nbytes, ratio)
+        work_us = 0.0 if rate is None else nbytes / rate
         return sum(
             move_ns(moved, lane.bytes_per_us, lane.latency_us, nbytes, rate)
+            + round(lane.toll_share * work_us * 1000)
             for lane in machine.lanes
             if DEVICE in (lane.source, lane.target)
         )

@@ -43,7 +43,9 @@ def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
         variant = _without_refused(plans, variant, call)
     if plans.agreement.planned_together:
         return _judged_together(plans, variant, call)
-    if _shown(plans, variant):
+    plans.shown = _shown(plans, variant) or plans.shown
+    if plans.shown and not _on_trial(plans, variant):
+        plans.shown = False
         return _replanned(plans, variant, call)
     return _tried(plans, variant, call)
 
@@ -173,12 +175,24 @@ def _replanned(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None
     return made
 
 
+def _on_trial(plans: Plans, variant: Variant) -> bool:
+    """True if the plan's steps are to be measured before another takes its place: a new plan can
+    be given up for its predecessor only if that was measured."""
+    report = variant.report
+    return report is not None and _is_tried(plans) and plans.trial.awaited(report)
+
+
+def _is_tried(plans: Plans) -> bool:
+    """True if plans are judged by measured times, which mean nothing for other sizes or if a
+    hardware profile was named."""
+    return not plans.facts.symbols and plans.facts.options.hardware is None
+
+
 def _tried(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = None) -> Variant:
-    """Return the plan, or a better one if the measured steps call for it; see `trial`. Measured
-    times mean nothing for other sizes or if a hardware profile was named. `ballot`: where ranks
-    judge together, only their leader may return another plan."""
+    """Return the plan, or a better one if the measured steps call for it; see `trial`. `ballot`:
+    where ranks judge together, only their leader may return another plan."""
     facts, trial, planned = plans.facts, plans.trial, variant.planned
-    if planned is None or facts.symbols or facts.options.hardware is not None:
+    if planned is None or not _is_tried(plans):
         return variant
     report, recorded = planned.report, planned.recorder.recorded
     step = trial.due(report, recorded)
@@ -198,7 +212,8 @@ def _tried(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = N
             factors = factors.times(ballot.known.slowest[1])  # of the costs on this rank
         machine = facts.target.machine(facts.target.device_bytes)
         totals = lanes_moved(facts.target.runtime.key)
-        if facts.profile.costs_due(factors, machine, totals):
+        if facts.profile.costs_due(factors, machine, totals) or plans.shown:
+            plans.shown = False
             made = _replanned(plans, variant, call, ballot)
             if made is not variant:
                 return made
