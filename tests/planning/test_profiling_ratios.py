@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,14 @@ def test_only_what_was_asked_for_may_lose_precision() -> None:
 def test_a_codec_is_offered_only_where_it_pays() -> None:
     assert set(those_that_pay(MIB, {"bitmask": 0.5, "fp16": 0.99}, machine())) == {"bitmask"}
     assert those_that_pay(MIB, {"bitmask": 0.5}, machine(codec_gbps=0.9)) == {}
+
+
+@pytest.mark.parametrize(("share", "pays"), [(0.0, True), (0.8, True), (1.0, False)])
+def test_a_codec_pays_for_the_compute_time_that_it_takes(share: float, pays: bool) -> None:
+    packing = machine(codec_gbps=2.0)  # takes half the time of the way, and packed bytes the other
+    lanes = tuple(replace(lane, toll_share=share) for lane in packing.lanes)
+    found = those_that_pay(MIB, {"bitmask": 0.5}, replace(packing, lanes=lanes))
+    assert found == ({"bitmask": 0.5} if pays else {})
 
 
 def skip() -> Problem:

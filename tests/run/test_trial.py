@@ -21,6 +21,7 @@ from offcompile.machine import target
 from offcompile.machine.hardware import HardwareProfile
 from offcompile.planning.feedback.corrections import Factors
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.planning.feedback.profiling import FIRST_STEPS, Profile
 from offcompile.planning.timelines import settled_spans
 from offcompile.report.figures import RunFigures
 from offcompile.report.report import PlanReport
@@ -28,12 +29,14 @@ from offcompile.run import trial
 from offcompile.run.plan import planner
 from offcompile.run.step_recorder import STEPS_KEPT, StepRecorder
 from offcompile.run.trial import LEAST_STEP_NS, LOOK_EVERY, LOSES, Trial
+from offcompile.run.variants import judging
 from offcompile.runtime.base import once
 from offcompile.runtime.memory.malloc.fragmentation import Returns
 
 MS = 1_000_000
 BEFORE = STEPS_KEPT + 1
 FEW = 3
+AWAITED = Trial.awaited
 
 
 @pytest.fixture(autouse=True)
@@ -335,6 +338,22 @@ def test_costs_that_are_right_but_for_noise_change_nothing(run: Run) -> None:
     )
     assert report.profile is not None and report.profile.factors is None
     assert len(report.profile.said) == 1 and "zeros" in report.profile.said[0]
+
+
+def test_zeros_bring_no_other_plan_before_this_one_is_measured(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Trial, "awaited", AWAITED)
+    monkeypatch.setattr(Profile, "due", lambda profile: profile._steps == FIRST_STEPS)
+    monkeypatch.setattr(
+        judging, "plan_again", lambda planned, *_: asked.append(planned.recorder.recorded)
+    )
+    run.times = lambda n, report: as_planned(report, 1.0)
+    run.steps(FEW + 4)
+    (report,) = run.reports
+    assert report.plan.moves
+    assert asked == [FEW] and FEW > FIRST_STEPS
 
 
 @pytest.mark.parametrize("trims_a_step", [1, 0])

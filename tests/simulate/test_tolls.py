@@ -15,6 +15,8 @@ import offcompile.runtime.measure.beside as beside
 from offcompile.ir import (
     DEVICE,
     HOST,
+    Codec,
+    Drop,
     InvalidInput,
     Machine,
     Move,
@@ -74,6 +76,43 @@ def test_a_copy_takes_its_share_while_compute_has_something_to_do(
     assert timeline.cost_us == timeline.makespan_us + timeline.toll_us
     free = Simulator(problem, link(None, RATE)).run(plan)
     assert replace(timeline, toll_us=0.0) == free and free.toll_us == 0.0
+
+
+def packs(ops_us: float, codec: str | None) -> tuple[Problem, Plan]:
+    """An activation that is away between forward and backward."""
+    x = Tensor("x", 1000, "activation", ratios={"bitmask": 0.5})
+    problem = Problem(
+        (x,),
+        (
+            Op("first", "forward", ops_us, (), ("x",)),
+            Op("between", "forward", ops_us),
+            Op("last", "backward", ops_us, ("x",)),
+        ),
+    )
+    moves = (
+        Move("out", "x", DEVICE, HOST, "d2h", "first", None, False, codec),
+        Move("in", "x", HOST, DEVICE, "h2d", "out", "last", False, codec),
+    )
+    return problem, Plan(moves=moves, drops=(Drop("x", DEVICE, "out"),))
+
+
+@pytest.mark.parametrize(
+    ("ops_us", "codec", "toll_us"),
+    # each of two moves of 50 us packs or unpacks for 40; compute waits 0, 60, 100 us for both
+    [
+        (200.0, "bitmask", 2 * 7.0 + 0.8 * 80.0),
+        (40.0, "bitmask", 2 * 7.0 + 0.8 * 80.0 * 0.25),
+        (0.0, "bitmask", 2 * 7.0),
+        (200.0, None, 2 * 7.0),
+    ],
+)
+def test_packing_takes_its_share_while_compute_has_something_to_do(
+    ops_us: float, codec: str | None, toll_us: float
+) -> None:
+    problem, plan = packs(ops_us, codec)
+    machine = replace(link(None, RATE), codecs=(Codec("bitmask", True, 25.0),))
+    timeline = Simulator(problem, with_tolls(machine, 7.0, 0.8)).run(plan)
+    assert timeline.valid and timeline.toll_us == pytest.approx(toll_us)
 
 
 def writer(layers: int = 6, slower: float = 1.05) -> Problem:

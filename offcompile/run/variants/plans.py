@@ -161,7 +161,7 @@ class Plans:
     copies_bytes: int = 0
     #: calls so far that were judged
     calls: int = 0
-    #: True if a step has shown what the plan does not know of, and no ballot has come since
+    #: True if a step has shown what the plan does not know of, and nothing was decided since
     shown: bool = False
     #: for each set of parameters, the sizes and the plan of the last run
     ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = field(
