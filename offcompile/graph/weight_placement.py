@@ -1,8 +1,8 @@
 """Chooses where weights and their gradients live: all on the device, all on the host, or split.
 
-Compares three kinds of plan: all weights on the device, so that only activations move; all weights
-on the host; and some on the host, with the others permanently on the device. Takes the simplest one
-unless another gains more than `WORTH_LEAVING`.
+Compares three kinds of plan: all weights on the device, so that only activations move; all on the
+host; and some on the host, the others always on the device. Takes the simplest unless another gains
+enough (`Terms`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offcompile.planning.splitting import Splitting
 
 from .annotate import Annotated
 
-#: weights move to the host, and some stay after all, only if a step gains more than this share
+#: weights leave, and some stay after all, only if a step gains more than this share
 WORTH_LEAVING = 0.01
 #: a placement of weights is searched only if its bound is below this share of the best plan's step:
 #: less than `WORTH_LEAVING` is no gain
@@ -40,8 +40,7 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 #: a plan is not searched again if it costs more than NEAR times the best, or if its gap is below
 #: CLOSE; or if it costs more than NEAR_RIVAL times a rival, since a longer search gains about that
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
-#: nor, if it was found by a trial, if its gap is below this
-CLOSE_ENOUGH = 0.01
+CLOSE_ENOUGH = 0.01  # likewise, if a trial found the plan
 #: the choices of a rival in other pieces are not searched again within this of the bound
 NEAR_BOUND = 0.05
 #: likewise, if the search started from the choices of the rival's plan, or with outlines
@@ -76,6 +75,18 @@ class Decide(Protocol):
 
 
 @dataclass(frozen=True)
+class Terms:
+    """The terms on which weights and gradients leave the device."""
+
+    #: gradients must leave regardless of the gain, unless everything fits
+    must_leave: bool = False
+    #: some weights may stay while others move to the host
+    may_split: bool = True
+    #: the least share of a step for which weights leave
+    gain: float = WORTH_LEAVING
+
+
+@dataclass(frozen=True)
 class Choice:
     annotated: Annotated
     decided: Decided
@@ -96,23 +107,19 @@ def choose(
     decide: Decide,
     to_floor: bool,
     floor_of: Callable[[Problem], int],
-    must_leave: bool = False,
-    may_split: bool = True,
+    terms: Terms = Terms(),
     rival: Rival = NO_RIVAL,
 ) -> Choice:
     """Find the fastest plan that fits; with `to_floor`, the one with the lowest peak. Raises
     `Infeasible`, and `Beaten` if no plan can beat the rival.
 
-    `on_host` annotates the step with all weights except the given ones on the host; None if that is
-    impossible, or if no weight is worth a move. `must_leave`: gradients must leave the device
-    regardless of the gain, unless everything fits. `may_split`: some weights may stay while others
-    move to the host.
-    """
+    `on_host` annotates the step with all weights on the host but those given; None if that cannot
+    be, or if no weight is worth a move."""
     if to_floor:
         return _least(at_home, on_host(frozenset()), decide, floor_of)
     until = time.thread_time() + ENOUGH_SECONDS
-    rival_us = rival.worth_us(at_home.problem)
-    stay = None
+    must_leave, may_split = terms.must_leave, terms.may_split
+    rival_us, stay = rival.worth_us(at_home.problem), None
     refused: Infeasible | Beaten | None = None
     # searches of large steps are short as long as places are compared; that of the best goes on
     outlined = may_split and _is_outlined(at_home.problem)
@@ -121,16 +128,15 @@ def choose(
         stay = decide(at_home, may_fit=True, share=share, worth_us=rival_us, trial=outlined)
     except (Infeasible, Beaten) as error:
         refused = error
-    if stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave)):
+    hidden = stay is not None and _hides(stay, at_home.problem, terms.gain)
+    if stay is not None and (stay.fits or (hidden and not must_leave)):
         return Choice(at_home, stay)
     if stay is None and rival.stays is not None:
         alike = _placed_alike(rival, on_host, decide)
         if alike is not None:
             return alike
-    free_little = (
-        stay is not None and not must_leave and weigh_little(at_home.problem, stay.machine)
-    )
-    all_there = None if free_little else on_host(frozenset())
+    little = stay is not None and weigh_little(at_home.problem, stay.machine)
+    all_there = None if little and not must_leave else on_host(frozenset())
     leave: Choice | None = None
     if all_there is not None:
         shortly = may_split and not rival.limits_bounds
@@ -164,8 +170,9 @@ def choose(
         if stay is not None and not outlined:
             contest = _Contest(min(least_us, leave.decided.cost_us), rival, until)
             stay = _longer(Choice(at_home, stay), contest, decide).decided
-    takes_leave = stay is None or must_leave or _faster(leave.decided, stay)
-    best = leave if takes_leave or stay is None else Choice(at_home, stay)
+    best = leave
+    if stay is not None and not (must_leave or _faster(leave.decided, stay, terms.gain)):
+        best = Choice(at_home, stay)
     if outlined and (shortly or best.stays != frozenset()):
         best = searched_on(best, decide, rival)
     if best.decided.cost_us >= rival.cost_us:
@@ -280,11 +287,8 @@ def _with_some_here(
     room_bytes: int,
     was_trial: bool,
 ) -> Choice:
-    """Keep the share of weights on the device that makes the step fastest.
-
-    room_bytes: device memory left at the op that needs most. was_trial: `leave` was searched for
-    shortly.
-    """
+    """Keep the share of weights on the device that makes the step fastest. room_bytes: memory of
+    the device left at the op that needs most. was_trial: `leave` was searched for shortly."""
     sizes = _without_host_updates(leave)
     if room_bytes <= min((nbytes for _, nbytes in sizes), default=0):
         return leave
@@ -371,10 +375,10 @@ def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
     return [w for w in weights_in_use_order(leave.annotated.problem) if w[0] not in hosted]
 
 
-def _hides(decided: Decided, problem: Problem) -> bool:
+def _hides(decided: Decided, problem: Problem, gain: float = WORTH_LEAVING) -> bool:
     """True if moves add next to nothing to the step, and updates on the host could take nothing
     from it."""
-    return decided.cost_us <= device_us(problem) * (1 + WORTH_LEAVING)
+    return decided.cost_us <= device_us(problem) * (1 + gain)
 
 
 def _bound_by_ops(choice: Choice) -> bool:
@@ -392,5 +396,5 @@ def _dear_to_update(leave: Choice, stay: Decided | None) -> bool:
     return gain_us * DEAR < leave.decided.updates_us
 
 
-def _faster(leave: Decided, stay: Decided) -> bool:
-    return leave.cost_us < stay.cost_us * (1 - WORTH_LEAVING)
+def _faster(leave: Decided, stay: Decided, gain: float = WORTH_LEAVING) -> bool:
+    return leave.cost_us < stay.cost_us * (1 - gain)

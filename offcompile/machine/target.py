@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -83,6 +84,8 @@ class Target(ABC):
     host_bytes: int | None
     #: bytes of every budget that libraries hold, even where nothing moves
     library_bytes: int = 0
+    #: share of a step that a plan must gain before weights live on the host
+    worth_leaving: ClassVar[float] = 0.01
 
     @property
     @abstractmethod
@@ -145,6 +148,8 @@ class CpuTarget(Target):
     device_bytes: int
     host_bytes: int | None
     verify_spill: bool = False
+    #: the pages of weights in mapped files are the same RAM, if the system has it to spare
+    worth_leaving: ClassVar[float] = 0.05
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ from offcompile.graph.weight_placement import (
     NEAR_TWIN,
     Choice,
     Decide,
+    Terms,
     choose,
     weights_in_use_order,
 )
@@ -89,6 +90,21 @@ def chosen(budget: int | None) -> Choice:
 def test_what_fits_stays() -> None:
     found = chosen(LAYERS * WEIGHT_BYTES * 2)
     assert found.stays is None and found.decided.fits
+
+
+@pytest.mark.parametrize(("gain", "leaves"), [(0.01, True), (0.05, False)])
+def test_weights_leave_for_no_less_than_the_target_asks_for(gain: float, leaves: bool) -> None:
+    here, plan = tower(False), at(LAYERS * WEIGHT_BYTES * 2)
+
+    def slower_here(found: Annotated, **given: Any) -> Decided:
+        made = replace(plan(found, may_fit=False), fits=False)
+        return replace(made, touching_us=0.03 * made.cost_us) if found is here else made
+
+    def in_place(stays: frozenset[str]) -> Annotated:
+        return tower(True, stays, direct_us=OP_US)
+
+    found = choose(here, in_place, slower_here, False, least, Terms(gain=gain))
+    assert found.stays == (frozenset() if leaves else None)
 
 
 def test_some_weights_stay_where_loading_them_all_is_slow() -> None:

@@ -26,6 +26,7 @@ from zoo import GPT
 import offcompile
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import progress
+from offcompile.runtime.memory.malloc.places import PLACED_FROM
 
 WORDS, LENGTH = 96, 32
 OPTIONS: dict[str, Any] = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.01}
@@ -107,10 +108,10 @@ def test_a_step_that_is_interrupted_leaves_nothing(memory: str, by_blocks: bool)
         loss.backward()
         return [loss.detach().clone(), *(p.grad for p in model.parameters())]
 
-    for number in range(3):
+    for number in range(PLACED_FROM):  # the last of them lays out blocks, at many points
         assert all(map(torch.equal, step(run, ours, number), step(wanted, plain, number)))
     assert any(not r.fits for r in offcompile.reports())
-    most = points(lambda: step(run, ours, 3))
+    most = points(lambda: step(run, ours, PLACED_FROM))
     ours.zero_grad()
     before, alive = held(), workers()
     drawn, hits = random.Random(0), 0

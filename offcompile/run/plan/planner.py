@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
-from offcompile.graph.weight_placement import Choice, choose, searched_on
+from offcompile.graph.weight_placement import Choice, Terms, choose, searched_on
 from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem, Tensor
 from offcompile.ir.units import show_bytes
 from offcompile.machine.hardware import DISK
@@ -38,9 +38,10 @@ from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 from .contract import EMPTIED, PlanRequest
 
 Tell = Callable[[str], None]
-#: the part of a budget that memory of which no plan knows is taken to fill in the heap, when it is
-#: judged how much room its holes need
+#: the part of a budget that memory of no plan is taken to fill, when room for holes is judged
 OTHERS_SHARE = 16
+#: other graphs that hold no more than this part of a budget are small
+LITTLE_SHARE = 64
 
 
 def tell_nobody(text: str) -> None:
@@ -145,21 +146,21 @@ class GraphPlanner:
         results = (t for t in problem.tensors if t.home is None and not t.pinned)
         return [t for t in results if problem.must_survive(t.id)]
 
-    def _places_blocks(self) -> bool:
+    def _places_blocks(self, budget: int) -> bool:
         """True if blocks of this graph's steps are expected to get places: steps are alike, and
-        no other graphs run among them."""
-        request = self.request
-        return tensor_memory.will_fit() and not request.sizes and not request.held_bytes
+        no other graphs run among them but small ones."""
+        alone = self.request.held_bytes <= budget // LITTLE_SHARE
+        return tensor_memory.will_fit() and not self.request.sizes and alone
 
     def _holes(self, problem: Problem, budget: int) -> Holes:
         source = self.source
         room, wanted_bytes = source.target.room(budget), source.target.holes_bytes(budget)
-        # if the address space is limited, holes cost no time: a step that finds no place fails
         us_per_mib = source.touch_again_us_per_mib
+        # if the address space is limited, holes cost no time: a step that finds no place fails
         if room is None or not us_per_mib or problem.steady or address_space_is_limited():
             return Holes(wanted_bytes)
 
-        placed = self._places_blocks()
+        placed = self._places_blocks(budget)
 
         def fits_in_places(machine: Machine, made: PlanResult) -> bool:
             taken = placed_bytes(problem, machine, made.plan, made.timeline)
@@ -179,11 +180,9 @@ class GraphPlanner:
 
         # costs corrected by measured steps already include the touching
         counted = source.profile.factors is None
-        # Inductor's kernels take and free buffers in an order of their own. Where half the room was
-        # expected to be enough, pages of a ResNet went back twice a step, and to plan again takes
+        # Inductor's kernels take and free buffers in an order of their own, and to plan again takes
         # another compilation
-        known = source.options.lowering == "aot_eager"
-        needed = source.profile.lacks_room
+        known, needed = source.options.lowering == "aot_eager", source.profile.lacks_room
         tighter = room.smaller(budget // OTHERS_SHARE)
         return Holes(
             wanted_bytes,
@@ -303,9 +302,12 @@ class PlacementSearch:
             partial(self._decide, None if to_floor else budget),
             to_floor=to_floor,
             floor_of=partial(floor_of, machine_for=source.machine),
-            must_leave=source.options.gradient_reserve is not None,
-            # the other policies come from papers, which do not split
-            may_split=source.options.policy.partition(":")[0] == "joint" and self.share == 1.0,
+            terms=Terms(
+                must_leave=source.options.gradient_reserve is not None,
+                # the other policies come from papers, which do not split
+                may_split=source.options.policy.partition(":")[0] == "joint" and self.share == 1.0,
+                gain=source.target.worth_leaving,
+            ),
             rival=self.planner.request.rival,
         )
 

@@ -1,0 +1,234 @@
+"""The child process of `benchmarks.models`: models of Hugging Face, built from configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .activations_child import serve
+
+WORDS = 8000
+CLASSES = 100
+
+
+class Library(nn.Module):
+    """A model of the library, fed by names, with the loss that it computes itself."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], fixed: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model, self.names, self.fixed = model, names, dict(fixed)
+        self.blocks = nn.ModuleList()
+        self.routed = False
+
+    @property
+    def again(self) -> bool:
+        """True if the library's own checkpointing is on."""
+        return bool(self.model.is_gradient_checkpointing)
+
+    @again.setter
+    def again(self, on: bool) -> None:
+        if on:
+            enable: Any = self.model.gradient_checkpointing_enable
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        fed = dict(zip(self.names, inputs, strict=True))
+        loss: Tensor = self.model(**fed, **self.fixed).loss
+        return loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model type with its configuration and its batch."""
+
+    title: str
+    maker: str
+    config: str
+    settings: Mapping[str, Any]
+    names: tuple[str, ...]
+    batch: Callable[[torch.Generator], tuple[Tensor, ...]]
+    fixed: Mapping[str, Any]
+
+    def build(self) -> Library:
+        import transformers
+
+        config = getattr(transformers, self.config)(**self.settings)
+        return Library(getattr(transformers, self.maker)(config).train(), self.names, self.fixed)
+
+
+def _words(rows: int, *lengths: int) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+    """Token ids, one tensor for each length."""
+    return lambda random: tuple(
+        torch.randint(4, WORDS, (rows, length), generator=random) for length in lengths
+    )
+
+
+def _images(rows: int, side: int) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+    return lambda random: (
+        torch.randn(rows, 3, side, side, generator=random),
+        torch.randint(CLASSES, (rows,), generator=random),
+    )
+
+
+def _speech(rows: int, frames: int, length: int) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+    return lambda random: (
+        torch.randn(rows, 80, frames, generator=random),
+        torch.randint(4, WORDS, (rows, length), generator=random),
+    )
+
+
+TEXT, IMAGE = ("input_ids", "labels"), ("pixel_values", "labels")
+UNCACHED = {"use_cache": False}
+
+CASES = {
+    "gpt2": Case(
+        "GPT-2, 512 × 6, batch 4 × 256",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": WORDS,
+            "n_embd": 512,
+            "n_layer": 6,
+            "n_head": 8,
+            "n_positions": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        },
+        TEXT,
+        _words(4, 256, 256),
+        UNCACHED,
+    ),
+    "llama": Case(
+        "Llama, 512 × 6, groups of 2, batch 4 × 256",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            "vocab_size": WORDS,
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+        TEXT,
+        _words(4, 256, 256),
+        UNCACHED,
+    ),
+    "bert": Case(
+        "BERT, 512 × 6, batch 8 × 128",
+        "BertForMaskedLM",
+        "BertConfig",
+        {
+            "vocab_size": WORDS,
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+        },
+        TEXT,
+        _words(8, 128, 128),
+        {},
+    ),
+    "t5": Case(
+        "T5, 384 × (4 + 4), batch 8 × (128 + 64)",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": WORDS,
+            "d_model": 384,
+            "d_kv": 64,
+            "d_ff": 1024,
+            "num_heads": 6,
+            "num_layers": 4,
+            "num_decoder_layers": 4,
+            "decoder_start_token_id": 0,
+        },
+        TEXT,
+        _words(8, 128, 64),
+        UNCACHED,
+    ),
+    "vit": Case(
+        "ViT, 384 × 8, batch 8 × 128 × 128",
+        "ViTForImageClassification",
+        "ViTConfig",
+        {
+            "hidden_size": 384,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 6,
+            "image_size": 128,
+            "num_labels": CLASSES,
+        },
+        IMAGE,
+        _images(8, 128),
+        {},
+    ),
+    "swin": Case(
+        "Swin, 48 × (2, 2, 4), batch 16 × 112 × 112",
+        "SwinForImageClassification",
+        "SwinConfig",
+        {
+            "image_size": 112,
+            "patch_size": 4,
+            "embed_dim": 48,
+            "depths": [2, 2, 4],
+            "num_heads": [2, 4, 8],
+            "window_size": 7,
+            "num_labels": CLASSES,
+        },
+        IMAGE,
+        _images(16, 112),
+        {},
+    ),
+    "mixtral": Case(
+        "Mixtral, 384 × 4, 4 experts, batch 4 × 256",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {
+            "vocab_size": WORDS,
+            "hidden_size": 384,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        TEXT,
+        _words(4, 256, 256),
+        UNCACHED,
+    ),
+    "whisper": Case(
+        "Whisper, 256 × (3 + 3), batch 4 × (600 + 64)",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": WORDS,
+            "d_model": 256,
+            "encoder_layers": 3,
+            "decoder_layers": 3,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 1024,
+            "decoder_ffn_dim": 1024,
+            "max_source_positions": 300,
+            "pad_token_id": 1,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+            "decoder_start_token_id": 2,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+        ("input_features", "labels"),
+        _speech(4, 600, 64),
+        UNCACHED,
+    ),
+}
+
+
+def serve_library(task: dict[str, Any]) -> None:
+    serve(task, CASES[task["case"]])  # type: ignore[arg-type]
