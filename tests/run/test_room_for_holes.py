@@ -10,7 +10,7 @@ import pytest
 from offcompile.ir import Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.planning.fit_budget import PlanSearch, fit_budget
 from offcompile.run.plan.contract import PlanRequest
-from offcompile.run.plan.planner import GraphPlanner
+from offcompile.run.plan.planner import LITTLE_SHARE, GraphPlanner
 from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
 
@@ -78,8 +78,10 @@ def test_no_less_room_is_tried_for_kernels_whose_order_is_not_known() -> None:
 
 def test_blocks_of_graphs_among_others_are_not_expected_to_get_places(places: bool) -> None:
     planner = _planner()
-    assert planner._places_blocks() is places
-    assert not _planner(held_bytes=1)._places_blocks()
+    assert planner._places_blocks(BUDGET) is places
+    little = BUDGET // LITTLE_SHARE
+    assert _planner(held_bytes=little)._places_blocks(BUDGET) is places
+    assert not _planner(held_bytes=little + 1)._places_blocks(BUDGET)
 
 
 def test_no_less_room_is_tried_where_steps_lacked_it() -> None:
