@@ -39,7 +39,7 @@ def measure(case: str, lowering: str, rounds: int) -> list[Child]:
         return child
 
     def peak_bytes(child: Child) -> int:
-        child.ask("step")
+        child.losses.append(child.ask("step")["loss"])
         return int(child.ask("facts")["peak_bytes"])
 
     try:

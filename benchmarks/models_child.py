@@ -231,4 +231,6 @@ CASES = {
 
 
 def serve_library(task: dict[str, Any]) -> None:
-    serve(task, CASES[task["case"]])  # type: ignore[arg-type]
+    case = CASES[task["case"]]
+    case.build()  # brings in the library, whose own memory is not the model's
+    serve(task, case)  # type: ignore[arg-type]
