@@ -376,7 +376,7 @@ def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
 
 
 def _hides(decided: Decided, problem: Problem, gain: float = WORTH_LEAVING) -> bool:
-    """True if moves add next to nothing to the step, and updates on the host could take nothing
+    """True if moves add no more than `gain` to the step, and updates on the host could take nothing
     from it."""
     return decided.cost_us <= device_us(problem) * (1 + gain)
 

@@ -72,7 +72,8 @@ class RunningHalf:
             if self._placed and (guard := heap().guard) is not None:
                 standing = planned.needs.planned.standing_bytes
                 room_bytes = planned.report.budget_bytes - standing
-                guard.places.begin_step(self.facts.runs, planned, room_bytes)
+                runs = self.facts.runs
+                guard.places.begin_step(runs, planned, room_bytes, runs.binding.ids)
             if self._heap_watched and (phase != BACKWARD or room is not None):
                 self._begin_heap(room)
             started = clock.start()

@@ -26,6 +26,7 @@ from offcompile.runtime.memory.malloc.places import (
     MISSED_STEPS,
     MOST_ATTEMPTS,
     MOST_OTHERS,
+    MOST_SUCCESSORS,
     NOWHERE,
     PLACED_FROM,
     RECORDED_FROM,
@@ -201,6 +202,22 @@ def test_a_graph_that_no_longer_runs_gives_way() -> None:
     for _ in range(MOST_OTHERS + PLACED_FROM):
         places.begin_step(other, PLAN, ROOM)
     assert places.blocks
+
+
+@pytest.mark.parametrize(
+    ("alternate", "same", "placed"),
+    [(False, True, True), (False, False, False), (True, True, False)],
+)
+def test_a_graph_compiled_again_takes_over_soon(alternate: bool, same: bool, placed: bool) -> None:
+    allocator, other = Recorder(), Thing()
+    places, ids = BlockPlaces(allocator), frozenset({1, 2})
+    places.begin_step(GRAPH, PLAN, ROOM, ids)
+    for _ in range(MOST_SUCCESSORS + PLACED_FROM):
+        places.begin_step(other, other, ROOM, ids if same else frozenset({1}))
+        if alternate:
+            places.begin_step(GRAPH, PLAN, ROOM, ids)
+    assert (places._plan is not None and places._plan() is other) is placed
+    assert bool(places.blocks) is (placed or alternate)
 
 
 @pytest.mark.parametrize("runs", [RECORDED_FROM, PLACED_FROM])

@@ -21,6 +21,9 @@ RECORDED_FROM, PLACED_FROM = 2, 4
 MOST_WASTE, MOST_OVER = 1.25, 1.125
 #: steps of other graphs after which a graph that does not run counts as gone
 MOST_OTHERS = 64
+#: such steps of a graph of the same parameters: the model was compiled again, as classifiers from
+#: transformers are in their second step
+MOST_SUCCESSORS = 3
 #: share of a step's blocks that may find their place taken, and for how many steps more may
 MISSED_SHARE, MISSED_STEPS = 0.05, 3
 #: times that a plan's steps are recorded
@@ -49,21 +52,30 @@ class BlockPlaces:
         #: the graph whose runs begin steps, and its plan
         self._graph: weakref.ref[object] | None = None
         self._plan: weakref.ref[object] | None = None
-        self._runs = self._others = self._attempts = 0
+        #: the parameters of that graph
+        self._parameters: frozenset[int] = frozenset()
+        self._runs = self._others = self._successors = self._attempts = 0
         #: blocks that have a place, and the bytes of all places
         self.blocks = self.extent_bytes = 0
         #: blocks so far that found their place taken, and the steps in which too many did
         self._missed = self._missed_steps = 0
 
-    def begin_step(self, graph: object, plan: object, room_bytes: int) -> None:
-        """Note that a forward of this graph begins, by this plan, with so much room for blocks."""
+    def begin_step(
+        self,
+        graph: object,
+        plan: object,
+        room_bytes: int,
+        parameters: frozenset[int] = frozenset(),
+    ) -> None:
+        """Note that a forward of this graph begins, by this plan, with so much room for blocks.
+        parameters: ids of those that it is called with."""
         leader = None if self._graph is None else self._graph()
-        if leader is not None and leader is not graph and self._others < MOST_OTHERS:
-            self._others += 1
+        if leader is not None and leader is not graph and not self._gives_way(parameters):
             return
         if leader is not graph or self._plan is None or self._plan() is not plan:
             self._start(graph, plan)
-        self._others = 0
+        self._others = self._successors = 0
+        self._parameters = parameters
         self._runs += 1
         if self._runs == RECORDED_FROM:
             self._allocator.record(True)
@@ -72,6 +84,12 @@ class BlockPlaces:
             self._lay_out(room_bytes)
         elif self._runs > PLACED_FROM and self.blocks:
             self._look()
+
+    def _gives_way(self, parameters: frozenset[int]) -> bool:
+        """True if a step of another graph, with these parameters, shows that the leader is gone."""
+        self._others += 1
+        self._successors += bool(parameters) and parameters == self._parameters
+        return self._others > MOST_OTHERS or self._successors > MOST_SUCCESSORS
 
     def _start(self, graph: object, plan: object) -> None:
         self._graph, self._plan = weakref.ref(graph, self._gone), weakref.ref(plan)
