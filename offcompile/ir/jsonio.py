@@ -55,7 +55,7 @@ _PLACE = one_of((HOST, DEVICE))
 
 #: our own keys beyond the contract, written only if not false, zero or empty
 _UNSAID = (
-    *("pinned", "toll_us", "toll_share"),
+    *("pinned", "toll_us", "toll_share", "bypass_share"),
     *("in_place_reads", "in_place_writes", "updates"),
 )
 
@@ -195,6 +195,7 @@ def _lane(entry: Entry) -> Lane:
         entry.optional("latency_us", MICROSECONDS, 0.0),
         entry.optional("toll_us", MICROSECONDS, 0.0),
         entry.optional("toll_share", SHARE, 0.0),
+        entry.optional("bypass_share", SHARE, 0.0),
     )
     if lane.source and lane.source == lane.target:
         entry.report.add(

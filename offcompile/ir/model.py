@@ -175,6 +175,8 @@ class Lane:
     #: share of a move's time that it costs, for tensors that ops may access in place on the host:
     #: where the processor can address both ends, the processor does the copying
     toll_share: float = 0.0
+    #: the same for all other moves, which bypass the processor but not the memory
+    bypass_share: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     op F0 forward 1200.0 reads w0 x writes a0 workspace 10 direct w0 1900.0 host 12.0 recompute
 
     tier host unlimited
-    lane h2d host -> device 12000.0 latency 10.0 toll 300.0 share 0.9
+    lane h2d host -> device 12000.0 latency 10.0 toll 300.0 share 0.9 bypass 0.1
     codec fp16 lossy 200000.0
     link pcie_in 12000.0 lanes h2d reads
 
@@ -64,7 +64,7 @@ class Line:
 
 
 _DURATIONS = ("duration_us", "host_duration_us", "latency_us")
-_TOLLS = ("toll_us", "toll_share")
+_TOLLS = ("toll_us", "toll_share", "bypass_share")
 _NUMBERS = frozenset(
     (*_DURATIONS, *_TOLLS, "nbytes", "workspace_bytes", "capacity_bytes", "bytes_per_us")
 )
@@ -101,7 +101,12 @@ _MACHINE = {
     "lane": Line(
         "lanes",
         ("name", "source", "=->", "target", "bytes_per_us"),
-        {"latency": "latency_us", "toll": "toll_us", "share": "toll_share"},
+        {
+            "latency": "latency_us",
+            "toll": "toll_us",
+            "share": "toll_share",
+            "bypass": "bypass_share",
+        },
     ),
     "codec": Line("codecs", ("name", "lossless", "bytes_per_us")),
     "link": Line(

@@ -108,6 +108,8 @@ class HardwareProfile:
     host_copy_gbps: float | None = None
     #: compute time lost to a copy by the host's processor, as a share of the copy's time
     copy_toll_share: float | None = None
+    #: the same, lost to direct I/O of the disk
+    disk_toll_share: float | None = None
     #: bytes read plus bytes written by AdamW on the host: `ADAM_BYTES_PER_PARAMETER` each
     host_adam_gbps: float | None = None
     #: rate of the disk in each direction while both are in use
@@ -368,6 +370,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "host_copy_gbps": _rate,
     "host_adam_gbps": _rate,
     "copy_toll_share": _share,
+    "disk_toll_share": _share,
     "disk_read_both_gbps": _rate,
     "disk_write_both_gbps": _rate,
     "disk_read_buffered_gbps": _rate,

@@ -44,17 +44,13 @@ from .option_values import default_spill
 from .options import Options
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine
+from .tolls import with_tolls
 
 KIB, MIB = 1 << 10, 1 << 20
 #: the runtime's own part of a budget, for staging and for holes too small to be reused
 RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
 #: the part of a budget left for holes between tensors, where more moves cost nothing
 HOLES_SHARE = 4
-#: compute-thread time per move, with the cold caches of a step: to start it and to notice its
-#: completion (docs/backend.md)
-ASKING_US = 300.0
-#: smallest share of a copy's time lost to compute that can be told from noise
-LEAST_TOLL = 0.1
 #: on CUDA: rounding to the allocator's blocks, in addition to the memory of the libraries
 LEAST_CUDA_RESERVE = 1 * MIB
 #: on CUDA: the part left to torch's allocator, which splits and caches blocks itself; steps that
@@ -157,16 +153,7 @@ class CpuTarget(Target):
 
     def machine(self, device_bytes: int) -> Machine:
         whole = to_cpu_machine(self.profile, None, self.host_bytes)
-        return self._with_tolls(whole.with_capacity(DEVICE, device_bytes))
-
-    def _with_tolls(self, machine: Machine) -> Machine:
-        """Adds the tolls of moves, if they were measured on the machine itself."""
-        share = self.profile.copy_toll_share
-        if not self.profile.measured or share is None:
-            return machine
-        share = share if share >= LEAST_TOLL else 0.0
-        lanes = tuple(replace(x, toll_us=ASKING_US, toll_share=share) for x in machine.lanes)
-        return replace(machine, lanes=lanes)
+        return with_tolls(whole.with_capacity(DEVICE, device_bytes), self.profile)
 
     @property
     def runtime(self) -> RuntimeSettings:

@@ -17,7 +17,6 @@ from offcompile.ir import DEVICE, HOST, InvalidInput, Lane, Machine, Tier, Viola
 from offcompile.runtime.base.posix import usable_cores
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.disk.directories import check_directory, filesystem_type
-from offcompile.runtime.measure.beside import copy_toll_share
 from offcompile.runtime.measure.codecs import codec_bytes_per_us
 from offcompile.runtime.measure.disk import measure_disk
 from offcompile.runtime.measure.timing import (
@@ -48,12 +47,11 @@ from .hardware import (
     to_machine,
 )
 from .optional_figures import kept_more
+from .tolls import copy_toll, disk_toll
 
 Progress = Callable[[str], None]
 
 DISK_SECONDS = 1.0
-#: document of the compute time lost to copies, and the least figure that it stores
-COPY_TOLL, LEAST_SHARE = "copy-toll", 0.001
 #: document of the speeds of codecs on this machine
 CODEC_RATES = "codecs"
 #: documents of the doctor's additional measurements
@@ -75,7 +73,7 @@ def this_machine(
     """Returns the profile of this machine with these directories, cached or measured now.
 
     Directories on different file systems count as different disks, whose rates add up.
-    Measuring takes about two seconds plus one per disk, the first time or with `refresh`;
+    Measuring takes about two seconds plus three per disk, the first time or with `refresh`;
     `progress` is called with messages. Codec speeds are included if `codec_gbps` was ever called,
     other optional figures if the doctor was run.
     Raises `OffloadError` for a directory that cannot hold spill files.
@@ -87,6 +85,7 @@ def this_machine(
     tell = progress or (lambda text: None)
     rates = _compute_rates(refresh, tell)
     disks = disks_profile(directories, refresh, tell)
+    places = [(place, disk_identity(place)) for place in one_per_disk(directories)]
     more = kept_more(MORE_OF_MACHINE, machine_identity())
     profile = HardwareProfile(
         name="this-machine",
@@ -104,7 +103,8 @@ def this_machine(
         d2h_both_gbps=disks.write_both_gbps,
         attention_tflops=attention_tflops(more),
         codec_gbps=_kept_codecs(),
-        copy_toll_share=_copy_toll_share(refresh, tell),
+        copy_toll_share=copy_toll(refresh, tell),
+        disk_toll_share=disk_toll(places, refresh, tell),
     )
     return with_host(with_disks(profile, disks))
 
@@ -240,27 +240,6 @@ def _compute_rates(refresh: bool, tell: Progress) -> dict[str, float]:
         return rates
 
     return figures_of("machine", machine_identity(), ("memory", *MATMUL_DTYPES), measure, refresh)
-
-
-def _copy_toll_share(refresh: bool, tell: Progress) -> float:
-    """The share as cached or measured now. If other processes disturb the measurement, the share
-    found on all machines measured so far: 1 if every core computes, 0 if one is free; later
-    processes measure again."""
-    identity = machine_identity()
-    kept = None if refresh else _numbers(read_document(COPY_TOLL, identity), ("share",))
-    if kept is not None:
-        return kept["share"]
-    here = measured_here(document_path(COPY_TOLL, identity))
-    share = None
-    if refresh or COPY_TOLL not in here:
-        tell("measuring this machine: copies beside compute")
-        share = copy_toll_share()
-        here.add(COPY_TOLL)
-    if share is None:
-        return float(torch.get_num_threads() >= usable_cores())
-    share = max(share, LEAST_SHARE)
-    write_document(COPY_TOLL, identity, {"share": share})
-    return share
 
 
 def disk_figures(directory: Path, refresh: bool, tell: Progress) -> dict[str, float]:

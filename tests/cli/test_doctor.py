@@ -20,6 +20,7 @@ from offcompile.cli import command as cli
 from offcompile.cli.doctor.figures import Examination, Gpu
 from offcompile.cli.doctor.tables import show_examination
 from offcompile.ir import OffloadError
+from offcompile.machine import tolls
 from offcompile.machine.hardware import HardwareProfile, list_profiles, load_measured, load_profile
 from offcompile.machine.hardware_toml import profile_to_toml
 from offcompile.machine.options import Options
@@ -71,7 +72,8 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setattr(
         base, "measure_disk", lambda place, s: DiskSpeed(*made.note("disk", 2e3, 1e3, 80.0))
     )
-    monkeypatch.setattr(base, "copy_toll_share", lambda: made.note("toll", 0.5)[0])
+    monkeypatch.setattr(tolls, "copy_toll_share", lambda: made.note("toll", 0.5)[0])
+    monkeypatch.setattr(tolls, "disk_toll_share", lambda place: made.note("disk toll", 0.1)[0])
     monkeypatch.setattr(module, "attention_flop_per_us", lambda: made.note("attention", 4e5, 3e5))
     monkeypatch.setattr(module, "adam_parameters_per_us", lambda n: made.note("adam", 1e3)[0])
     monkeypatch.setattr(module, "copy_bytes_per_us", lambda: made.note("copy", 9e3)[0])

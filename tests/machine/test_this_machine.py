@@ -11,9 +11,11 @@ import torch
 
 import offcompile.machine.this_machine as module
 from offcompile.ir import InvalidInput, OffloadError
+from offcompile.machine import tolls
 from offcompile.machine.cost_cache import MEASURED, document_path
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.this_machine import this_machine, to_cpu_machine
+from offcompile.machine.tolls import BUSY_DISK_SHARE
 from offcompile.runtime.base import once
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.disk.speed import DiskSpeed
@@ -44,6 +46,10 @@ class Instruments:
         self.used.append("toll")
         return None if self.disturbed else 0.9
 
+    def disk_toll(self, directory: Path) -> float | None:
+        self.used.append(f"toll of {directory.name}")
+        return None if self.disturbed else 0.2 if directory.name == "b" else 0.1
+
     def watch(self) -> FakeWatch:
         return FakeWatch(self.disturbed)
 
@@ -67,7 +73,8 @@ def instruments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setattr(module, "matmul_flop_per_us", made.matmul)
     monkeypatch.setattr(module, "measure_disk", made.disk)
     monkeypatch.setattr(module, "Stopwatch", made.watch)
-    monkeypatch.setattr(module, "copy_toll_share", made.toll)
+    monkeypatch.setattr(tolls, "copy_toll_share", made.toll)
+    monkeypatch.setattr(tolls, "disk_toll_share", made.disk_toll)
     monkeypatch.setattr(module, "check_directory", lambda directory: None)
     return made
 
@@ -85,10 +92,10 @@ def test_it_is_measured_once_and_kept(instruments: Instruments, tmp_path: Path) 
     assert profile.device_memory_bytes == machine_memory_bytes()
     assert (profile.memory_gbps, profile.matmul_tflops["fp32"]) == (20.0, 0.5)
     assert (profile.h2d_gbps, profile.d2h_gbps, profile.latency_us) == (2.0, 1.0, 80.0)
-    assert profile.copy_toll_share == 0.9
-    assert len(told) == len(instruments.used) == 7
+    assert (profile.copy_toll_share, profile.disk_toll_share) == (0.9, 0.1)
+    assert len(told) == len(instruments.used) == 8
     assert this_machine([tmp_path]) == profile
-    assert len(instruments.used) == 7
+    assert len(instruments.used) == 8
     instruments.factor = 2.0
     assert this_machine([tmp_path], refresh=True).h2d_gbps == 4.0
     assert this_machine([tmp_path]).h2d_gbps == 4.0
@@ -101,10 +108,11 @@ def test_disks_add_up_and_one_disk_counts_once(
     for place in places:
         place.mkdir()
     assert this_machine(places).h2d_gbps == 2.0
-    assert instruments.used[-2:] == ["disk a", "toll"]
+    assert instruments.used[-3:] == ["disk a", "toll", "toll of a"]
     monkeypatch.setattr(module, "_device", lambda place: 7 if place.name == "a" else 8)
     profile = this_machine(places)
     assert (profile.h2d_gbps, profile.d2h_gbps, profile.latency_us) == (4.0, 2.0, 80.0)
+    assert profile.disk_toll_share == 0.2  # of the one that takes more
 
 
 def test_threads_and_precision_are_part_of_who_the_machine_is(instruments: Instruments) -> None:
@@ -147,10 +155,13 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_and_the_best_kept
     assert instruments.used.count("memory") == 3
 
 
-@pytest.mark.parametrize(("cores", "share"), [(1, 1.0), (2, 1.0), (3, 0.0)])
-def test_what_copies_take_is_not_kept_from_a_busy_machine(
+@pytest.mark.parametrize(
+    ("cores", "shares"),
+    [(1, (1.0, BUSY_DISK_SHARE)), (2, (1.0, BUSY_DISK_SHARE)), (3, (0.0, 0.0))],
+)
+def test_what_moves_take_is_not_kept_from_a_busy_machine(
     cores: int,
-    share: float,
+    shares: tuple[float, float],
     instruments: Instruments,
     later: Callable[[], None],
     tmp_path: Path,
@@ -159,14 +170,19 @@ def test_what_copies_take_is_not_kept_from_a_busy_machine(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(cores)))
     instruments.disturbed = True
+
+    def found() -> tuple[float | None, float | None]:
+        profile = this_machine([tmp_path])
+        return profile.copy_toll_share, profile.disk_toll_share
+
     for _ in range(3):  # once per process
-        assert this_machine([tmp_path]).copy_toll_share == share
+        assert found() == shares
     assert instruments.used.count("toll") == 1
     later()
     instruments.disturbed = False
-    assert this_machine([tmp_path]).copy_toll_share == 0.9
+    assert found() == (0.9, 0.1)
     instruments.disturbed = True
-    assert this_machine([tmp_path]).copy_toll_share == 0.9
+    assert found() == (0.9, 0.1)
 
 
 def test_no_directory_and_a_missing_one_are_refused(tmp_path: Path) -> None:

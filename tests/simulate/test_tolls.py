@@ -29,7 +29,8 @@ from offcompile.ir import (
 from offcompile.ir.jsonio import machine_from_json, machine_to_json
 from offcompile.ir.textio import parse_machine, print_machine
 from offcompile.machine.hardware import load_profile
-from offcompile.machine.target import ASKING_US, LEAST_TOLL, CpuTarget
+from offcompile.machine.target import CpuTarget
+from offcompile.machine.tolls import ASKING_US, LANE_US, LEAST_DISK_TOLL, LEAST_TOLL
 from offcompile.planning.feedback.corrections import Factors, factors_of
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep
 from offcompile.planning.planner import plan_problem
@@ -40,8 +41,11 @@ from offcompile.testing import machines
 RATE = 10.0
 
 
-def with_tolls(machine: Machine, toll_us: float, share: float) -> Machine:
-    lanes = (replace(lane, toll_us=toll_us, toll_share=share) for lane in machine.lanes)
+def with_tolls(machine: Machine, toll_us: float, share: float, bypass: float = 0.0) -> Machine:
+    lanes = (
+        replace(lane, toll_us=toll_us, toll_share=share, bypass_share=bypass)
+        for lane in machine.lanes
+    )
     return replace(machine, lanes=tuple(lanes))
 
 
@@ -147,6 +151,18 @@ def test_a_search_with_nothing_left_to_gain_but_tolls_ends_early() -> None:
     assert found.seconds < 30 and found.plan.moves and found.gap == pytest.approx(0.0, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("ops_us", "toll_us"),
+    [(200.0, 100 * 0.2 + 100 * 0.8), (150.0, (100 * 0.2 + 100 * 0.8) * 0.75), (0.0, 0.0)],
+)
+def test_a_move_that_bypasses_the_processor_has_a_share_of_its_own(
+    ops_us: float, toll_us: float
+) -> None:
+    problem, plan = loads(ops_us)
+    timeline = Simulator(problem, with_tolls(link(None, RATE), 0.0, 0.8, 0.2)).run(plan)
+    assert timeline.toll_us == pytest.approx(toll_us)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_plans_made_with_tolls_cost_no_more_than_those_made_without(seed: int) -> None:
     problem, machine = random_chain(random.Random(seed), 6, 0.4, 0.8)
@@ -161,8 +177,8 @@ def test_plans_made_with_tolls_cost_no_more_than_those_made_without(seed: int) -
 @settings(max_examples=40)
 def test_tolls_are_written_and_read(machine: Machine) -> None:
     plain = machine_to_json(machine)
-    assert all(not {"toll_us", "toll_share"} & set(lane) for lane in plain["lanes"])
-    dear = with_tolls(machine, 300.0, 0.9)
+    assert all(not {"toll_us", "toll_share", "bypass_share"} & set(lane) for lane in plain["lanes"])
+    dear = with_tolls(machine, 300.0, 0.9, 0.1)
     assert machine_from_json(machine_to_json(dear)) == dear
     assert parse_machine(print_machine(dear)) == dear
 
@@ -188,26 +204,38 @@ def test_a_measured_step_has_in_it_what_moves_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "measured", "tolls"),
+    ("share", "disk", "measured", "tolls"),
     [
-        (0.9, True, {(ASKING_US, 0.9)}),
-        (LEAST_TOLL / 2, True, {(ASKING_US, 0.0)}),
-        (None, True, {(0.0, 0.0)}),
-        (0.9, False, {(0.0, 0.0)}),
+        (0.8, 0.2, True, (ASKING_US + 0.8 * LANE_US, 0.8, 0.2)),
+        (0.8, LEAST_DISK_TOLL / 2, True, (ASKING_US + 0.8 * LANE_US, 0.8, 0.0)),
+        (LEAST_TOLL / 2, 0.2, True, (ASKING_US, 0.0, 0.2)),
+        (0.8, None, True, (ASKING_US + 0.8 * LANE_US, 0.8, 0.0)),
+        (None, 0.2, True, (0.0, 0.0, 0.0)),
+        (0.8, 0.2, False, (0.0, 0.0, 0.0)),
     ],
 )
 def test_a_measured_machine_has_tolls_on_its_lanes(
-    share: float | None, measured: bool, tolls: set[tuple[float, float]], tmp_path: Path
+    share: float | None,
+    disk: float | None,
+    measured: bool,
+    tolls: tuple[float, float, float],
+    tmp_path: Path,
 ) -> None:
-    profile = replace(load_profile("h100"), measured=measured, copy_toll_share=share)
+    h100 = load_profile("h100")
+    profile = replace(h100, measured=measured, copy_toll_share=share, disk_toll_share=disk)
     target = CpuTarget(profile, (tmp_path,), 1 << 30, 1 << 20)
     lanes = target.machine(1 << 20).lanes
-    assert len(lanes) == 4 and {(lane.toll_us, lane.toll_share) for lane in lanes} == tolls
+    assert len(lanes) == 4
+    assert {(lane.toll_us, lane.toll_share, lane.bypass_share) for lane in lanes} == {tolls}
 
 
-def test_the_share_is_measured() -> None:
-    share = beside.copy_toll_share(product_us=300.0, rounds=2, copy_bytes=1 << 20)
-    assert share is None or 0 <= share <= 1
+def test_the_shares_are_measured(tmp_path: Path) -> None:
+    for share in (
+        beside.copy_toll_share(product_us=300.0, rounds=2, copy_bytes=1 << 20),
+        beside.disk_toll_share(tmp_path, product_us=300.0, rounds=2, nbytes=1 << 20),
+    ):
+        assert share is None or 0 <= share <= 1
+    assert not list(tmp_path.iterdir())
 
 
 class Busy(Stopwatch):
@@ -215,24 +243,25 @@ class Busy(Stopwatch):
         self.disturbed = True
 
 
-def test_nothing_is_said_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(beside, "Stopwatch", Busy)
     assert beside.copy_toll_share(product_us=100.0, rounds=2, copy_bytes=1 << 20) is None
+    assert beside.disk_toll_share(tmp_path, 100.0, rounds=2, nbytes=1 << 20) is None
 
 
-def test_a_thread_more_than_cores_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up clocks: products take twice as long beside copies that are not slowed."""
+def test_a_thread_more_than_cores_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Made-up clocks: products take twice as long beside moves that are not slowed."""
     running, now = [False], [0.0]
 
-    class Copies:
+    class Moves:
         mean_s = 1.0
 
-        def __init__(self, nbytes: int) -> None: ...
+        def __init__(self, moves: beside.Moves) -> None: ...
 
         def alone_s(self) -> float:
             return 1.0
 
-        def running(self) -> Copies:
+        def running(self) -> Moves:
             return self
 
         def __enter__(self) -> None:
@@ -244,8 +273,9 @@ def test_a_thread_more_than_cores_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     def product(*args: torch.Tensor) -> None:
         now[0] += 2.0 if running[0] else 1.0
 
-    monkeypatch.setattr(beside, "_Copies", Copies)
+    monkeypatch.setattr(beside, "Repeated", Moves)
     monkeypatch.setattr(beside, "matmul_flop_per_us", lambda dtype: 1.0)
     monkeypatch.setattr(beside.torch, "mm", product)
     monkeypatch.setattr(beside.time, "perf_counter", lambda: now[0])
     assert beside.copy_toll_share() == pytest.approx(0.5)
+    assert beside.disk_toll_share(tmp_path) == pytest.approx(0.5)

@@ -72,6 +72,8 @@ def _cpu(found: Examination) -> Iterator[tuple[str, str]]:
     yield "copy by one thread", _rate(p.host_copy_gbps)
     if p.copy_toll_share is not None:
         yield "copies beside compute", f"take {p.copy_toll_share:.0%} of their time from it"
+    if p.disk_toll_share is not None:
+        yield "disks beside compute", f"take {p.disk_toll_share:.0%} of their time from it"
     yield "matrix products", _products(p)
     yield "attention", _attention(p)
     adam = p.host_adam_gbps

@@ -52,15 +52,16 @@ def ratios_of(
 def those_that_pay(nbytes: int, ratios: Mapping[str, float], machine: Machine) -> dict[str, float]:
     """The codecs with which leaving the device and coming back is worth the packing."""
 
-    def both_ways_ns(ratio: float, rate: float | None) -> int:
+    def both_ways_ns(ratio: float, rate: float | None) -> float:
         moved = compressed_bytes(nbytes, ratio)
-        work_us = 0.0 if rate is None else nbytes / rate
-        return sum(
-            move_ns(moved, lane.bytes_per_us, lane.latency_us, nbytes, rate)
-            + round(lane.toll_share * work_us * 1000)
-            for lane in machine.lanes
-            if DEVICE in (lane.source, lane.target)
-        )
+        work_ns = 0.0 if rate is None else nbytes / rate * 1000
+        cost_ns = 0.0
+        for lane in machine.lanes:
+            if DEVICE in (lane.source, lane.target):
+                taken_ns = move_ns(moved, lane.bytes_per_us, lane.latency_us, nbytes, rate)
+                cost_ns += taken_ns + lane.toll_share * work_ns
+                cost_ns += lane.bypass_share * max(0.0, taken_ns - work_ns)
+        return cost_ns
 
     most_ns = PAYS_BELOW * both_ways_ns(1.0, None)
     return {

@@ -106,6 +106,7 @@ def _slowest(machines: Sequence[Machine]) -> Machine:
             latency_us=most(lambda x: x.latency_us),
             toll_us=most(lambda x: x.toll_us),
             toll_share=most(lambda x: x.toll_share),
+            bypass_share=most(lambda x: x.bypass_share),
         )
 
     def codec(which: Codec) -> Codec:
