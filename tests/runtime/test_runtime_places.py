@@ -15,6 +15,7 @@ from test_runtime_tensor_memory import INSTALLED, environment
 from offcompile.runtime.memory.malloc import placement
 from offcompile.runtime.memory.malloc.placement import (
     PAGE_BYTES,
+    BlockLayout,
     Integers,
     PlacedBlock,
     blocks_of,
@@ -32,6 +33,7 @@ from offcompile.runtime.memory.malloc.places import (
     RECORDED_FROM,
     BlockPlaces,
 )
+from offcompile.runtime.memory.malloc.reuse import nearer
 
 MIB = 1 << 20
 LENGTH = 12
@@ -58,14 +60,35 @@ blocks = st.lists(
 @given(blocks)
 def test_blocks_that_live_at_the_same_time_do_not_overlap(found: list[PlacedBlock]) -> None:
     made = place(found)
+    check_apart(found, made)
+    held = [sum(b.nbytes for b in found if p in positions(b)) for p in range(LENGTH)]
+    assert most_bytes(found) == max(held) <= made.extent_bytes
+    nearest = nearer(found, made)
+    check_apart(found, nearest)
+    assert nearest.extent_bytes == made.extent_bytes
+
+
+def check_apart(found: list[PlacedBlock], made: BlockLayout) -> None:
     for (a, at), (b, other) in itertools.combinations(zip(found, made.offsets, strict=True), 2):
         if positions(a) & positions(b):
             assert at + a.nbytes <= other or other + b.nbytes <= at
     ends = [at + b.nbytes for b, at in zip(found, made.offsets, strict=True)]
-    assert made.extent_bytes == max(ends, default=0)
-    assert all(at % PAGE_BYTES == 0 for at in made.offsets)
-    held = [sum(b.nbytes for b in found if p in positions(b)) for p in range(LENGTH)]
-    assert most_bytes(found) == max(held) <= made.extent_bytes
+    assert made.extent_bytes >= max(ends, default=0)
+    assert all(at >= 0 and at % PAGE_BYTES == 0 for at in made.offsets)
+
+
+def test_blocks_move_to_where_others_have_just_died() -> None:
+    """The lowest free place of the last block was left long ago, another one just before."""
+    found = [
+        PlacedBlock(MIB, 0, 0, 1),
+        PlacedBlock(8 * MIB, 0, 2, 7),
+        PlacedBlock(MIB, 1, 3, 5),
+        PlacedBlock(MIB, 2, 6, 7),
+    ]
+    offsets = (0, MIB, 9 * MIB, 0)
+    moved = nearer(found, BlockLayout(offsets, 10 * MIB))
+    assert moved.offsets[3] == moved.offsets[2] == 9 * MIB
+    check_apart(found, moved)
 
 
 # -- what was recorded -----------------------------------------------------------------------------

@@ -73,13 +73,13 @@ def _placed(order: Integers, sizes: Integers, first: Integers, last: Integers) -
     begins, ends = np.zeros_like(sizes), np.zeros_like(sizes)
     for n, i in enumerate(order):
         before = order[:n]
-        in_the_way = before[_meet(first[i], last[i], first[before], last[before])]
+        in_the_way = before[meet(first[i], last[i], first[before], last[before])]
         begins[i] = _lowest(begins[in_the_way], ends[in_the_way], int(sizes[i]))
         ends[i] = begins[i] + sizes[i]
     return BlockLayout(tuple(begins.tolist()), int(ends.max(initial=0)))
 
 
-def _meet(first: int, last: int, firsts: Integers, lasts: Integers) -> NDArray[np.bool_]:
+def meet(first: int, last: int, firsts: Integers, lasts: Integers) -> NDArray[np.bool_]:
     """True for each other life that this one meets."""
     over = lasts < firsts
     before_end, after_begin = firsts <= last, lasts >= first

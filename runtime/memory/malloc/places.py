@@ -13,6 +13,7 @@ import weakref
 from typing import Protocol
 
 from .placement import Integers, blocks_of, most_bytes, place, table
+from .reuse import nearer
 
 #: runs of a plan: the first warms up, the next two are recorded
 RECORDED_FROM, PLACED_FROM = 2, 4
@@ -119,6 +120,7 @@ class BlockPlaces:
             MOST_OVER * room_bytes, MOST_WASTE * most_bytes(blocks)
         ):
             return
+        made = nearer(blocks, made)
         if self._allocator.lay_out(*table(blocks, made.offsets, NOWHERE), made.extent_bytes):
             self.blocks, self.extent_bytes = len(blocks), made.extent_bytes
             self._missed = self._missed_steps = 0
