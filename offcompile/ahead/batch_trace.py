@@ -30,7 +30,7 @@ from offcompile.graph.lowering.lower import Compiled, Halves, Lowering, Phase, l
 from offcompile.graph.names import argument_names
 from offcompile.graph.split import Splits
 from offcompile.ir import InvalidInput, OffloadError, Violation
-from offcompile.runtime.base.garbage import rarely_collected
+from offcompile.runtime.base.interpreter import rarely_collected
 
 
 @dataclass(frozen=True)

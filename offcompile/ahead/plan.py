@@ -29,7 +29,7 @@ from offcompile.run.plan.candidates import Candidate, plan_in_order, searched_on
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.plan_graph import report_of
 from offcompile.run.plan.planner import GraphPlanner
-from offcompile.runtime.base.garbage import rarely_collected
+from offcompile.runtime.base.interpreter import rarely_collected
 from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import Traced

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem
 from offcompile.ir.units import show_bytes
-from offcompile.runtime.base.garbage import rarely_collected
+from offcompile.runtime.base.interpreter import rarely_collected
 from offcompile.simulate import Simulator
 
 from .floors import floor_of, plain_plan, refusal_within, total_bytes

@@ -24,6 +24,7 @@ from offcompile.machine.cost_cache import (
     read_document,
     write_document,
 )
+from offcompile.runtime.base.interpreter import in_large_chunk
 from offcompile.runtime.base.once import made_once
 
 from .planner import Beaten, PlanAsked, PlanResult, beside_us, certify, plan_asked
@@ -53,6 +54,7 @@ class Question(PlanAsked):
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
+    @in_large_chunk
     def answered(self, progress: Callable[[str], None] | None = None) -> PlanResult:
         """Search now. Raises what `plan_asked` raises."""
         return plan_asked(self, progress)

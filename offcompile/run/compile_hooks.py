@@ -10,7 +10,7 @@ from torch import fx
 from offcompile.graph.graphs import Graphs, mutated_inputs, outputs_of
 from offcompile.graph.lowering.lower import Compiled, Halves, Phase
 from offcompile.graph.split import Splits
-from offcompile.runtime.base.garbage import rarely_collected
+from offcompile.runtime.base.interpreter import rarely_collected
 
 from .plan.contract import GraphFacts, Planned, PlanRequest
 from .plan.plan_graph import plan_graph

@@ -14,7 +14,7 @@ from zoo import MLP
 
 import offcompile
 from offcompile.run.accounts.process import process
-from offcompile.runtime.base.garbage import Garbage
+from offcompile.runtime.base.interpreter import Garbage
 
 ROWS, WIDTH, DEPTH = 512, 64, 6
 

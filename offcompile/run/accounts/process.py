@@ -15,7 +15,7 @@ import weakref
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.base.garbage import Garbage
+from offcompile.runtime.base.interpreter import Garbage
 
 from .usage import DeviceUsage
 

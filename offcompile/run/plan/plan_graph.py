@@ -37,6 +37,7 @@ from offcompile.run.recording import weights_of
 from offcompile.run.step_recorder import StepRecorder
 from offcompile.run.verifying import Verifying
 from offcompile.runtime.base.clock import clock_for
+from offcompile.runtime.base.interpreter import in_large_chunk
 from offcompile.runtime.base.progress import Progress
 
 from .candidates import Candidate
@@ -48,6 +49,7 @@ from .planner import GraphPlanner
 from .together import plan_together
 
 
+@in_large_chunk
 def plan_graph(
     facts: GraphFacts,
     request: PlanRequest,

@@ -26,7 +26,7 @@ from offcompile.run.accounts.usage import GraphUsage
 from offcompile.run.plan.contract import GraphFacts, Planned
 from offcompile.run.recording import recorded
 from offcompile.run.trial import MOST_ASKED, STEPS_BEFORE
-from offcompile.runtime.base.garbage import rarely_collected
+from offcompile.runtime.base.interpreter import rarely_collected
 from offcompile.runtime.base.threads import bare
 from offcompile.runtime.device.cuda.capture import HostRoom, capturing
 from offcompile.runtime.device.cuda.device import CudaDevice
