@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_runtime_tensor_memory import INSTALLED, environment
 
+import offcompile.runtime.memory.malloc.places as module
 from offcompile.runtime.memory.malloc import placement
 from offcompile.runtime.memory.malloc.placement import (
     PAGE_BYTES,
@@ -252,6 +253,16 @@ def test_places_and_records_go_with_their_graph(runs: int) -> None:
     del graph
     assert allocator.extents == ([3 * MIB, 0] if runs == PLACED_FROM else [])
     assert places.blocks == 0 and not allocator.recording
+
+
+def test_nothing_is_undone_at_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, graph = Recorder(), Thing()
+    places = BlockPlaces(allocator)
+    for _ in range(PLACED_FROM):
+        places.begin_step(graph, PLAN, ROOM)
+    monkeypatch.setattr(module, "is_finalizing", lambda: True)
+    del graph
+    assert allocator.extents == [3 * MIB]
 
 
 def test_blocks_stay_with_malloc_where_places_have_no_room() -> None:

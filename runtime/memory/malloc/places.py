@@ -10,6 +10,7 @@ does for everything else.
 from __future__ import annotations
 
 import weakref
+from sys import is_finalizing
 from typing import Protocol
 
 from .placement import Integers, blocks_of, most_bytes, place, table
@@ -99,7 +100,7 @@ class BlockPlaces:
         self._leave()
 
     def _gone(self, graph: weakref.ref[object]) -> None:
-        if graph is self._graph:
+        if graph is self._graph and not is_finalizing():
             self._allocator.record(False)
             self._leave()
 
