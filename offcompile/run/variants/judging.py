@@ -79,7 +79,7 @@ def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
         plans.lacking_bytes += over
         plans.look_at_weights(call)
         try:
-            made = plans.make(call, plans.held(call))
+            made = plans.make_again(call, variant.kind)
         except Infeasible:  # told below
             plans.lacking_bytes = before
         else:
@@ -101,7 +101,7 @@ def _without_refused(plans: Plans, variant: Variant, call: Call) -> Variant:
     plans.look_at_weights(call)
     found = f"{len(refused)} gradients were offered to the optimizer in vain"
     try:
-        made = plans.make(call, plans.held(call))
+        made = plans.make_again(call, variant.kind)
     except Infeasible as error:
         plans.facts.profile.note(f"{found}; the plan stays, since for another one: {error.reason}")
         return variant
@@ -116,8 +116,8 @@ def _with_room(plans: Plans, variant: Variant, call: Call) -> Variant:
     plans.facts.profile.lacks_room = True
     plans.look_at_weights(call)
     found = "free memory went back to the system in every step, for lack of room for holes"
-    try:
-        made = plans.make(call, plans.held(call))
+    try:  # of the same kind: graphs that follow count on what this one lets leave
+        made = plans.make_again(call, variant.kind)
     except Infeasible as error:  # does not fit in what is free just now
         plans.facts.profile.note(f"{found}; the plan stays, since for another one: {error.reason}")
         return variant
@@ -167,7 +167,10 @@ def _replanned(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None
         return variant
     plans.look_at_weights(call)
     try:
-        made = plans.make(call, held, settled=settled, meeting=ballot)
+        if ballot is None:
+            made = plans.make_again(call, settled=settled)
+        else:
+            made = plans.make(call, held, settled=settled, meeting=ballot)
     except Infeasible as error:  # does not fit in what is free just now
         plans.facts.profile.note(f"the plan stays, since for another one: {error.reason}")
         return variant

@@ -14,6 +14,7 @@ from torch._guards import TracingContext, tracing
 
 from offcompile.graph.lowering.lower import lower
 from offcompile.ir import Infeasible, OffloadError
+from offcompile.ir.units import show_bytes
 from offcompile.planning.feedback.profiling import Settled
 from offcompile.planning.footprint import Footprint
 from offcompile.report.report import PlanReport
@@ -221,6 +222,24 @@ class Plans:
             self.fixed.tell()
         self.variants.append(variant)
         return variant
+
+    def make_again(
+        self, call: Call, kind: PlanKind = USUAL, settled: Settled | None = None
+    ) -> Variant:
+        """Like `make`, in the middle of training. Raises `Infeasible`, too, if graphs that run
+        before the backward of this one would no longer fit beside what the plan keeps for it."""
+        made = self.make(call, self.held(call), kind, settled=settled)
+        runs = self.facts.runs
+        budget, entry = runs.budget_bytes, runs.entry
+        more_bytes = made.needs_at(call.sizes).kept_bytes - entry.most_kept_bytes
+        if budget is None or not entry.in_turn or more_bytes <= 0:
+            return made
+        lacking_bytes = entry.most_wanted_bytes + more_bytes - budget
+        if lacking_bytes > 0:
+            self.variants.remove(made)
+            beside = f"graphs that run before its backward would lack {show_bytes(lacking_bytes)}"
+            raise Infeasible(beside, None, "")
+        return made
 
     def _free_states(self, call: Call) -> FreeStates | None:
         """The states that this plan may place; None if there are none, or no budget to keep to."""

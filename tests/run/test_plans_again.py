@@ -1,0 +1,62 @@
+"""A plan that replaces another in the middle of training leaves other graphs their room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offcompile.ir import Infeasible
+from offcompile.run.plan.contract import EMPTIED, USUAL
+from offcompile.run.variants.plans import Plans
+
+KEPT, WANTED, BUDGET = 100, 300, 340
+
+
+class Made(Plans):
+    """Plans that keep so many bytes for backward."""
+
+    def __init__(self, kept_bytes: int, in_turn: bool, budget_bytes: int | None) -> None:
+        entry = SimpleNamespace(in_turn=in_turn, most_kept_bytes=KEPT, most_wanted_bytes=WANTED)
+        runs = SimpleNamespace(budget_bytes=budget_bytes, entry=entry)
+        self.facts: Any = SimpleNamespace(runs=runs)
+        self.variants, self.kinds = [], []
+        self.kept_bytes = kept_bytes
+
+    def held(self, call: Any) -> int:
+        return 0
+
+    def make(self, call: Any, held: int, kind: Any = USUAL, *_: Any, **settled: Any) -> Any:
+        needs = SimpleNamespace(kept_bytes=self.kept_bytes)
+        variant: Any = SimpleNamespace(needs_at=lambda sizes: needs)
+        self.variants.append(variant)
+        self.kinds.append(kind)
+        return variant
+
+
+CALL: Any = SimpleNamespace(sizes=())
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "in_turn", "budget_bytes"),
+    [
+        (KEPT + BUDGET - WANTED, True, BUDGET),
+        (KEPT - 1, True, WANTED - 50),
+        (10 * KEPT, False, BUDGET),
+        (10 * KEPT, True, None),
+    ],
+)
+def test_a_plan_is_taken_that_leaves_others_their_room(
+    kept_bytes: int, in_turn: bool, budget_bytes: int | None
+) -> None:
+    plans = Made(kept_bytes, in_turn, budget_bytes)
+    made = plans.make_again(CALL, EMPTIED)
+    assert plans.variants == [made] and plans.kinds == [EMPTIED]
+
+
+def test_a_plan_is_refused_beside_which_others_would_not_fit() -> None:
+    plans = Made(KEPT + BUDGET - WANTED + 1, True, BUDGET)
+    with pytest.raises(Infeasible, match="graphs that run before its backward would lack 1 bytes"):
+        plans.make_again(CALL)
+    assert not plans.variants
