@@ -32,7 +32,7 @@ LANE_US = 250.0
 LEAST_TOLL, LEAST_DISK_TOLL = 0.1, 0.03
 #: documents of the compute time lost to copies and to disks, and the least figure that they store
 COPY_TOLL, DISK_TOLL, LEAST_SHARE = "copy-toll", "disk-toll", 0.001
-#: the share lost to disks where every core computes, if it cannot be measured: 0.06 to 0.3 were
+#: the share lost to disks where every core computes, if it cannot be measured: 0.06 to 0.25 were
 #: found in virtual machines
 BUSY_DISK_SHARE = 0.15
 
