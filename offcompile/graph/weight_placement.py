@@ -41,8 +41,7 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 #: CLOSE; or if it costs more than NEAR_RIVAL times a rival, since a longer search gains about that
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
 CLOSE_ENOUGH = 0.01  # likewise, if a trial found the plan
-#: the choices of a rival in other pieces are not searched again within this of the bound
-NEAR_BOUND = 0.05
+NEAR_BOUND = 0.05  # a rival's choices, in other pieces, are not searched again this near the bound
 #: likewise, if the search started from the choices of the rival's plan, or with outlines
 NEAR_TWIN = 1.01
 #: shares of the weights that stay in an outline, tried as long as fewer are faster
@@ -50,8 +49,7 @@ SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2)
 #: if plans take more than this multiple of what the outline says, other weights are tried as well:
 #: if it lets some stay, and if it lets none
 FAR_FROM_OUTLINE, FAR_IF_NONE_STAYS = 1.12, 1.05
-#: places of weights are not compared if updates over the link take this many times the gain
-DEAR = 2
+DEAR = 2  # no places are compared if updates over the link take this many times the gain
 #: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
@@ -128,6 +126,8 @@ def choose(
         stay = decide(at_home, may_fit=True, share=share, worth_us=rival_us, trial=outlined)
     except (Infeasible, Beaten) as error:
         refused = error
+    if stay is not None and outlined and not must_leave and terms.gain > WORTH_LEAVING:
+        stay = searched_on(Choice(at_home, stay), decide, rival).decided
     hidden = stay is not None and _hides(stay, at_home.problem, terms.gain)
     if stay is not None and (stay.fits or (hidden and not must_leave)):
         return Choice(at_home, stay)
@@ -183,9 +183,9 @@ def choose(
 def searched_on(trial: Choice, decide: Decide, rival: Rival = NO_RIVAL) -> Choice:
     """The trial's place, searched for the usual time if a plan may still gain by that."""
     made, outlined = trial.decided, _is_outlined(trial.annotated.problem)
-    near = NEAR_TWIN if outlined else NEAR_RIVAL
-    far = made.cost_us > rival.cost_us * near
-    if made.fits or made.result.gap < CLOSE_ENOUGH or far or (outlined and rival.by_trials):
+    far = made.cost_us > rival.cost_us * (NEAR_TWIN if outlined else NEAR_RIVAL)
+    done = made.fits or not made.trial or made.result.gap < CLOSE_ENOUGH
+    if done or far or (outlined and rival.by_trials):
         return trial
     return replace(trial, decided=_longer_or(made, trial.annotated, decide))
 
@@ -193,8 +193,8 @@ def searched_on(trial: Choice, decide: Decide, rival: Rival = NO_RIVAL) -> Choic
 def _longer_or(made: Decided, found: Annotated, decide: Decide) -> Decided:
     """The cheaper of a plan and that of a search of the usual time, which may find none."""
     with contextlib.suppress(Infeasible, Beaten):
-        return min(decide(found, may_fit=False), made, key=lambda d: d.cost_us)
-    return made
+        made = min(decide(found, may_fit=False), made, key=lambda d: d.cost_us)
+    return replace(made, trial=False)
 
 
 def _placed_alike(

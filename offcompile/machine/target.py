@@ -144,8 +144,9 @@ class CpuTarget(Target):
     device_bytes: int
     host_bytes: int | None
     verify_spill: bool = False
-    #: the pages of weights in mapped files are the same RAM, if the system has it to spare
-    worth_leaving: ClassVar[float] = 0.05
+    #: the pages of weights in mapped files are the same RAM, if the system has it to spare, so that
+    #: a process holds more than its budget
+    worth_leaving: ClassVar[float] = 0.25
 
     @property
     def device(self) -> torch.device:

@@ -1,11 +1,13 @@
-"""Plans that leave as little as possible on the device between forward and backward, or at the end.
+"""Plans that leave little on the device between forward and backward, or at the end.
 
-They serve two kinds of graph that share a budget with others. For the first, the budget is too
+They serve three kinds of graph that share a budget with others. For the first, the budget is too
 tight for the policy `turnover`, which holds as much within forward and within backward as the step
 takes alone. The second has its weights on the host because they do not fit beside those of others;
-its gradients would not fit either. The planner sees the memory of the others as an op at the turn,
-or at the end, whose workspace is the whole budget except the bytes that cannot leave. So every
-policy and the verifier treat it like any other op. These ops are removed before anything runs.
+its gradients would not fit either. The third is planned again in training, when it is known how
+much it may keep for backward. The planner sees the memory of the others as an op at the turn, or at
+the end, whose workspace is the whole budget except the bytes that cannot leave or may stay. So
+every policy and the verifier treat it like any other op. These ops are removed before anything
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from offcompile.ir import (
 )
 from offcompile.simulate import Simulator
 
-from .fit_budget import Decided, PlanSearch, fit_budget
+from .fit_budget import Decided, Holes, PlanSearch, fit_budget
 from .floors import floors_by_run
 from .order import Order, RunStep
 from .replay import worst_case
@@ -47,8 +49,7 @@ def decide_emptied(
     capacity = budget_bytes - search.reserve_for(budget_bytes)
     emptied, gone = problem, []
     if offload_saved:
-        # in phase forward, so that evicted tensors have left when forward is over
-        at = max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
+        at = _turn(problem)
         emptied, name = with_others_at(emptied, search.machine_for, capacity, at, FORWARD)
         gone.append(name)
     if offload_gradients:
@@ -57,6 +58,33 @@ def decide_emptied(
         gone.append(name)
     found = fit_budget(emptied, search, budget_bytes, may_fit=False)
     return _without(gone, emptied, problem, found)
+
+
+def keeping_at_most(
+    keeps_bytes: int, problem: Problem, search: PlanSearch, budget_bytes: int, made: Decided
+) -> Decided:
+    """The plan `made`, if it keeps no more for backward; otherwise another that does not, with as
+    much room for holes. Raises `Infeasible`."""
+    kept = kept_at_turn(problem, made.result.timeline)
+    if made.fits or sum(t.nbytes for t in problem.tensors if t.id in kept) <= keeps_bytes:
+        return made
+    capacity = budget_bytes - search.reserve_for(budget_bytes) - made.holes_bytes
+    at = _turn(problem)
+    used_later = {t for op in problem.ops[at:] for t in op.operands}
+    made_before = {t for op in problem.ops[:at] for t in op.writes}
+    last = {t for t in made_before if t in used_later or problem.must_survive(t)}
+    cannot_leave = (t for t in problem.tensors if t.id in last and t.pinned and t.home is None)
+    stays = sum(t.nbytes for t in cannot_leave)
+    more_bytes = max(0, keeps_bytes - stays)
+    limited, name = with_others_at(problem, search.machine_for, capacity - more_bytes, at, FORWARD)
+    found = fit_budget(limited, search, budget_bytes, 0, Holes(made.holes_bytes), may_fit=False)
+    return _without([name], limited, problem, found)
+
+
+def _turn(problem: Problem) -> int:
+    """The place of an op that runs between forward and backward. It is in the phase forward, so
+    that evicted tensors have left when forward is over."""
+    return max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
 
 
 def with_others_at(
@@ -104,7 +132,7 @@ def _without(gone: list[str], emptied: Problem, problem: Problem, found: Decided
     timeline = Simulator(problem, found.machine).run(plan)
     if timeline.violations:
         raise Infeasible(
-            "A plan under which nothing stands between the runs of others does not run within the"
+            "A plan that leaves the device to others between its runs does not run within the"
             f" budget: {timeline.violations[0].detail}.",
             None,
             "Set memory to a little more.",

@@ -50,6 +50,11 @@ class Rematerialization:
         )
         return _shared(_Likeness(problem.ops, tensors, problem))
 
+    @staticmethod
+    def forget() -> None:
+        """Clears that cache, whose networks and problems are large."""
+        _shared.cache_clear()
+
     @cached_property
     def forward(self) -> list[Op]:
         return [op for op in self.problem.ops if op.phase == "forward"]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from offcompile.ir import Infeasible
-from offcompile.run.plan.contract import EMPTIED, USUAL
+from offcompile.run.accounts.graph_runs import GraphRuns
+from offcompile.run.plan.contract import EMPTIED, USUAL, GraphFacts, PlanKind
 from offcompile.run.variants.plans import Plans
 
 KEPT, WANTED, BUDGET = 100, 300, 340
@@ -20,7 +21,7 @@ class Made(Plans):
     def __init__(self, kept_bytes: int, in_turn: bool, budget_bytes: int | None) -> None:
         entry = SimpleNamespace(in_turn=in_turn, most_kept_bytes=KEPT, most_wanted_bytes=WANTED)
         runs = SimpleNamespace(budget_bytes=budget_bytes, entry=entry)
-        self.facts: Any = SimpleNamespace(runs=runs)
+        self.facts: Any = SimpleNamespace(runs=runs, kind_again=lambda kind: kind)
         self.variants, self.kinds = [], []
         self.kept_bytes = kept_bytes
 
@@ -60,3 +61,23 @@ def test_a_plan_is_refused_beside_which_others_would_not_fit() -> None:
     with pytest.raises(Infeasible, match="graphs that run before its backward would lack 1 bytes"):
         plans.make_again(CALL)
     assert not plans.variants
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "budget_bytes", "wanted_bytes", "keeps_bytes"),
+    [
+        (True, BUDGET, WANTED, KEPT + BUDGET - WANTED),
+        (True, BUDGET, BUDGET + KEPT + 1, 0),
+        (False, BUDGET, WANTED, None),
+        (True, None, WANTED, None),
+    ],
+)
+def test_a_plan_may_keep_what_others_have_left(
+    in_turn: bool, budget_bytes: int | None, wanted_bytes: int, keeps_bytes: int | None
+) -> None:
+    entry = SimpleNamespace(in_turn=in_turn, most_kept_bytes=KEPT, most_wanted_bytes=wanted_bytes)
+    runs: Any = SimpleNamespace(budget_bytes=budget_bytes, entry=entry)
+    runs.may_keep_bytes = lambda: GraphRuns.may_keep_bytes(runs)
+    facts: Any = SimpleNamespace(runs=runs)
+    assert GraphFacts.kind_again(facts, USUAL) == PlanKind(keeps_bytes=keeps_bytes)
+    assert GraphFacts.kind_again(facts, EMPTIED) == EMPTIED

@@ -4,6 +4,7 @@ ways that nobody can foresee: checkpoints, experts that the data chooses, length
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import offcompile
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tier
 from offcompile.ir import Tensor as Stored
-from offcompile.planning.empty_turn import decide_emptied
-from offcompile.planning.fit_budget import PlanSearch
+from offcompile.planning.empty_turn import decide_emptied, keeping_at_most, kept_at_turn
+from offcompile.planning.fit_budget import Decided, PlanSearch, fit_budget
 from offcompile.planning.order import RunStep
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all
@@ -131,24 +132,58 @@ def test_the_numbers_of_the_plain_run_in_little_memory(tmp_path: Path, way: str)
     assert counted["keeper_bytes"] == counted["live_tickets"] == 0
 
 
-def test_nothing_that_may_leave_stands_at_the_turn() -> None:
-    """Alone the step takes 10; within 6 the planner alone would keep what fits at the turn."""
-    names = ("a", "b", "c")
-    forward = [
-        Op(f"f{t}", "forward", 1.0, (*names[i - 1 : i],), (t,), 1) for i, t in enumerate(names)
-    ]
-    backward = [Op(f"g{t}", "backward", 1.0, (t,), (), 1) for t in reversed(names)]
-    problem = Problem((*(Stored(t, 3, "activation") for t in names),), (*forward, *backward))
+SAVED = ("a", "b", "c")
 
+
+def chain() -> Problem:
+    """Save three tensors of 3 bytes each for backward. Alone the step takes 10."""
+    forward = [
+        Op(f"f{t}", "forward", 1.0, (*SAVED[i - 1 : i],), (t,), 1) for i, t in enumerate(SAVED)
+    ]
+    backward = [Op(f"g{t}", "backward", 1.0, (t,), (), 1) for t in reversed(SAVED)]
+    return Problem((*(Stored(t, 3, "activation") for t in SAVED),), (*forward, *backward))
+
+
+def search_quickly() -> PlanSearch:
     def machine(nbytes: int) -> Machine:
         lanes = (Lane("out", DEVICE, HOST, 10.0), Lane("in", HOST, DEVICE, 10.0))
         return Machine((Tier(DEVICE, nbytes), Tier(HOST, None)), lanes)
 
-    search = PlanSearch(machine, lambda budget: 0, "joint", 0.1)
-    found = decide_emptied(problem, search, 8)
+    return PlanSearch(machine, lambda budget: 0, "joint", 0.1)
+
+
+def ran(found: Decided) -> list[str]:
+    assert len(found.order.device_bytes) == len(chain().ops)
+    return [s.name for s in found.order.steps if isinstance(s, RunStep)]
+
+
+def test_nothing_that_may_leave_stands_at_the_turn() -> None:
+    """Within 8 the planner alone would keep two of them at the turn."""
+    problem = chain()
+    found = decide_emptied(problem, search_quickly(), 8)
     assert found.kept == frozenset()
     assert found.order.peak_bytes <= 8
-    runs = [s.name for s in found.order.steps if isinstance(s, RunStep)]
-    assert runs == [op.id for op in problem.ops]
-    assert len(found.order.device_bytes) == len(runs)
-    assert {m.tensor for m in found.result.plan.moves} == set(names)
+    assert ran(found) == [op.id for op in problem.ops]
+    assert {m.tensor for m in found.result.plan.moves} == set(SAVED)
+
+
+def test_no_more_stays_at_the_turn_than_may() -> None:
+    problem, search = chain(), search_quickly()
+    alone = fit_budget(problem, search, 8)
+    kept = len(kept_at_turn(problem, alone.result.timeline))
+    assert kept == 2
+    assert keeping_at_most(3 * kept, problem, search, 8, alone) is alone
+    for keeps_bytes, stay in ((5, 1), (3, 1), (2, 0), (0, 0)):
+        found = keeping_at_most(keeps_bytes, problem, search, 8, alone)
+        assert found.kept is not None and len(found.kept) == stay
+        assert found.order.peak_bytes <= 8
+        assert ran(found) == [op.id for op in problem.ops]
+
+
+def test_tensors_that_cannot_leave_are_part_of_what_may_stay() -> None:
+    problem, search = chain(), search_quickly()
+    *others, last = problem.tensors
+    pinned = replace(problem, tensors=(*others, replace(last, pinned=True)))
+    alone = fit_budget(pinned, search, 8)
+    found = keeping_at_most(5, pinned, search, 8, alone)
+    assert found.kept == {"c"}

@@ -76,6 +76,14 @@ class GraphRuns:
         """Note that a run took so much more than the budget."""
         self.over_bytes = max(self.over_bytes, over_bytes)
 
+    def may_keep_bytes(self) -> int | None:
+        """The most that forward may leave for backward beside the graphs that have run between the
+        two, not counting weights and inputs. None: there are none, or no budget."""
+        budget, entry = self.budget_bytes, self.entry
+        if budget is None or not entry.in_turn:
+            return None
+        return max(0, entry.most_kept_bytes + budget - entry.most_wanted_bytes)
+
     def call(self, binding: ParameterSet, sizes: tuple[int, ...]) -> None:
         """Note that forward is about to run."""
         self.binding, self.sizes = binding, sizes

@@ -21,7 +21,7 @@ from offcompile.planning.floors import peak_alone, with_reserve
 from offcompile.planning.planner import Beaten
 from offcompile.run.problem_source import ProblemSource
 
-from .contract import EMPTIED, USUAL
+from .contract import EMPTIED
 from .planner import GraphPlanner, PlacementSearch
 
 #: share of a step that packing and unpacking masks may take if everything fits with them packed
@@ -88,7 +88,7 @@ def plan_in_order(planner: GraphPlanner, graphs: Graphs) -> Candidate:
 def _traced(planner: GraphPlanner, graphs: Graphs) -> Traced:
     source, budget = planner.source, planner.budget()
     plain = source.annotate(graphs, budget, planner.tell)
-    if planner.request.kind != USUAL:
+    if not planner.request.kind.is_usual:
         return Traced(graphs, plain, False)
     fits, rewrites = planner.fits(plain.problem), Rewrites()
     if not fits and (apart := source.apart(graphs)) is not graphs:
@@ -131,7 +131,7 @@ def emptied_within_own_peak(planner: GraphPlanner, traced: Traced) -> Candidate 
 def emptied_or_on_host(planner: GraphPlanner, traced: Traced) -> Candidate | None:
     """Move everything that backward gets from forward, put all weights on the host, or both, within
     the budget. Applies if that is asked for."""
-    return None if planner.request.kind == USUAL else _placed(planner, traced)
+    return None if planner.request.kind.is_usual else _placed(planner, traced)
 
 
 def as_it_is(planner: GraphPlanner, traced: Traced) -> Candidate | None:

@@ -37,6 +37,13 @@ class PlanKind(NamedTuple):
     offload_saved: bool = False
     #: all weights must be on the host, like those of others
     weights_on_host: bool = False
+    #: most bytes that forward may leave on the device for backward, not counting weights and
+    #: inputs; None: no limit
+    keeps_bytes: int | None = None
+
+    @property
+    def is_usual(self) -> bool:
+        return not (self.offload_saved or self.weights_on_host)
 
 
 USUAL = PlanKind()
@@ -61,6 +68,10 @@ class GraphFacts:
     profile: Profile
     #: wraps runs of the graph, and bounds the keeper meanwhile
     runs: GraphRuns
+
+    def kind_again(self, kind: PlanKind) -> PlanKind:
+        """The kind for a plan that replaces one of `kind` in the middle of training."""
+        return kind._replace(keeps_bytes=self.runs.may_keep_bytes()) if kind.is_usual else kind
 
 
 @dataclass(frozen=True, eq=False)

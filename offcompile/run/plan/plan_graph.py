@@ -107,8 +107,9 @@ def plan_graph(
             pin_order(module)
     tensors = annotated.problem.tensors if made is not None else ()
     packable = frozenset(t.id for t in tensors if t.kind == "activation" and not t.pinned)
+    annotated.problem.forget()
     planned = Planned(
-        request,
+        replace(request, settled=None),
         source,
         decided,
         annotated.dtypes,
@@ -200,6 +201,8 @@ def plan_again(
         source.learn_codecs()
         lacking = planned.request.lacking_bytes if known is None else known.lacking_bytes
         request = replace(planned.request, held_bytes=held_bytes, lacking_bytes=lacking)
+        if known is None:
+            request = replace(request, kind=facts.kind_again(request.kind))
         if source.costs_as_planned is None:
             problem = with_factors(problem, profile.factors)
         if known is not None:

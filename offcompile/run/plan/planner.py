@@ -14,7 +14,7 @@ from offcompile.ir.units import show_bytes
 from offcompile.machine.hardware import DISK
 from offcompile.machine.in_place import InPlace
 from offcompile.passes.select.pinned_weights import without_room_on_host
-from offcompile.planning.empty_turn import decide_emptied
+from offcompile.planning.empty_turn import decide_emptied, keeping_at_most
 from offcompile.planning.fit_budget import (
     NO_LOSS,
     NOTHING_KNOWN,
@@ -98,19 +98,17 @@ class GraphPlanner:
             target.library_bytes,
             known,
         )
-        offload_saved = self.request.kind.offload_saved
+        kind, held_bytes = self.request.kind, self.request.held_bytes
+        if budget is None:
+            return fit_budget(problem, search, None, held_bytes, None, may_fit, worth_us)
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
-        if (offload_saved or offload_gradients) and budget is not None:
-            return decide_emptied(problem, search, budget, offload_saved, offload_gradients)
-        return fit_budget(
-            problem,
-            search,
-            budget,
-            self.request.held_bytes,
-            None if budget is None else self._holes(problem, budget),
-            may_fit,
-            worth_us,
-        )
+        if kind.offload_saved or offload_gradients:
+            return decide_emptied(problem, search, budget, kind.offload_saved, offload_gradients)
+        holes = self._holes(problem, budget)
+        made = fit_budget(problem, search, budget, held_bytes, holes, may_fit, worth_us)
+        if kind.keeps_bytes is None:
+            return made
+        return keeping_at_most(kind.keeps_bytes, problem, search, budget, made)
 
     def host_bytes(self) -> int | None:
         """Bytes of the host tier that other calls leave to this graph; None: no limit."""

@@ -15,6 +15,7 @@ from torch._guards import TracingContext, tracing
 from offcompile.graph.lowering.lower import lower
 from offcompile.ir import Infeasible, OffloadError
 from offcompile.ir.units import show_bytes
+from offcompile.passes.select.rematerialization import Rematerialization
 from offcompile.planning.feedback.profiling import Settled
 from offcompile.planning.footprint import Footprint
 from offcompile.report.report import PlanReport
@@ -212,6 +213,7 @@ class Plans:
         except Infeasible as error:
             raise self.fixed.explained(error) from None
         finally:
+            Rematerialization.forget()
             if meeting is not None:
                 meeting.end()
                 self.agreement.keep(meeting)
@@ -226,10 +228,10 @@ class Plans:
     def make_again(
         self, call: Call, kind: PlanKind = USUAL, settled: Settled | None = None
     ) -> Variant:
-        """Like `make`, in the middle of training. Raises `Infeasible`, too, if graphs that run
-        before the backward of this one would no longer fit beside what the plan keeps for it."""
-        made = self.make(call, self.held(call), kind, settled=settled)
+        """Like `make`, in the middle of training: the plan leaves their room to graphs that run
+        before the backward of this one. Raises `Infeasible`, too, if it does not."""
         runs = self.facts.runs
+        made = self.make(call, self.held(call), self.facts.kind_again(kind), settled=settled)
         budget, entry = runs.budget_bytes, runs.entry
         more_bytes = made.needs_at(call.sizes).kept_bytes - entry.most_kept_bytes
         if budget is None or not entry.in_turn or more_bytes <= 0:
