@@ -80,7 +80,7 @@ def main() -> None:
     if asked.child:
         models_child.serve_library(json.loads(asked.child))
         return
-    sections = []
+    sections: list[str] = []
     for lowering in asked.lowering or LOWERINGS:
         rows, lines = [], []
         for name in asked.case or models_child.CASES:
@@ -90,11 +90,13 @@ def main() -> None:
             rows.append(row(title, children))
             lines.append(loss_line(children))
             print(rows[-1], lines[-1], file=sys.stderr, flush=True)
-        sections += [f"## {lowering}", "", HEAD, *rows, "", *dict.fromkeys(lines), ""]
-    text = TEXT.format(rounds=asked.rounds, sections="\n".join(sections), machine=machine())
+            whole = [f"## {lowering}", "", HEAD, *rows, "", *dict.fromkeys(lines), ""]
+            found = "\n".join([*sections, *whole])
+            text = TEXT.format(rounds=asked.rounds, sections=found, machine=machine())
+            if not asked.case:  # a run of an hour keeps what it has measured
+                RESULT.write_text(text)
+        sections += whole
     print(text)
-    if not asked.case:
-        RESULT.write_text(text)
 
 
 HEAD = """\

@@ -26,10 +26,12 @@ MOST_OTHERS = 64
 #: such steps of a graph of the same parameters: the model was compiled again, as classifiers from
 #: transformers are in their second step
 MOST_SUCCESSORS = 3
-#: share of a step's blocks that may find their place taken, and for how many steps more may
-MISSED_SHARE, MISSED_STEPS = 0.05, 3
-#: times that a plan's steps are recorded
-MOST_ATTEMPTS = 3
+#: blocks that find their place taken may have this share of the bytes of all places; if they have
+#: more in so many steps, steps are recorded again
+MISSED_SHARE, MISSED_STEPS = 0.02, 3
+#: times that a plan's steps are recorded; then all blocks are left to malloc if those that find
+#: their place taken have more than this share
+MOST_ATTEMPTS, LEFT_SHARE = 3, 0.2
 #: stands for no place; the same value as in the C++ source
 NOWHERE = -1
 
@@ -41,7 +43,7 @@ class PlacingAllocator(Protocol):
     def record(self, on: bool) -> None: ...
     def events(self) -> Integers: ...
     def lay_out(self, sizes: Integers, offsets: Integers, extent_bytes: int) -> bool: ...
-    def missed(self) -> int: ...
+    def missed_bytes(self) -> int: ...
     def trim(self) -> None: ...
 
 
@@ -59,8 +61,8 @@ class BlockPlaces:
         self._runs = self._others = self._successors = self._attempts = 0
         #: blocks that have a place, and the bytes of all places
         self.blocks = self.extent_bytes = 0
-        #: blocks so far that found their place taken, and the steps in which too many did
-        self._missed = self._missed_steps = 0
+        #: bytes so far of blocks that found their place taken, and the steps with too many
+        self._missed_bytes = self._missed_steps = 0
 
     def begin_step(
         self,
@@ -124,18 +126,19 @@ class BlockPlaces:
         made = nearer(blocks, made)
         if self._allocator.lay_out(*table(blocks, made.offsets, NOWHERE), made.extent_bytes):
             self.blocks, self.extent_bytes = len(blocks), made.extent_bytes
-            self._missed = self._missed_steps = 0
+            self._missed_bytes = self._missed_steps = 0
             self._allocator.trim()  # what malloc has kept of blocks that now have places
 
     def _look(self) -> None:
         """Record anew, or leave blocks to malloc, if steps are no longer as they were recorded."""
-        missed, self._missed = self._allocator.missed() - self._missed, self._allocator.missed()
-        many = missed > MISSED_SHARE * self.blocks
-        self._missed_steps = self._missed_steps + 1 if many else 0
+        missed_bytes = self._allocator.missed_bytes()
+        share = (missed_bytes - self._missed_bytes) / self.extent_bytes
+        self._missed_bytes = missed_bytes
+        self._missed_steps = self._missed_steps + 1 if share > MISSED_SHARE else 0
         if self._missed_steps < MISSED_STEPS:
             return
         self._missed_steps = 0
         if self._attempts < MOST_ATTEMPTS:
             self._runs = RECORDED_FROM - 1
-        else:
+        elif share > LEFT_SHARE:
             self._leave()

@@ -71,7 +71,7 @@ class Places {
     const bool free = (after == region.taken.end() || after->first >= end) &&
                       (after == region.taken.begin() || std::prev(after)->second <= begin);
     if (!free) {
-      ++missed_;
+      missed_bytes_ += static_cast<std::int64_t>(nbytes);
       return nullptr;
     }
     region.taken.emplace_hint(after, begin, end);
@@ -123,7 +123,7 @@ class Places {
     lowest_ = std::min<std::uintptr_t>(lowest_, begin);
     highest_ = std::max<std::uintptr_t>(highest_, begin + nbytes);
     for (std::int64_t i = 0; i < count; ++i) offsets_[sizes[i]].first.push_back(offsets[i]);
-    missed_ = 0;
+    missed_bytes_ = 0;
     placing_ = true;
     return true;
   }
@@ -170,7 +170,7 @@ class Places {
 
   std::mutex& lock() { return lock_; }
   std::int64_t live_bytes() const { return live_bytes_; }
-  std::int64_t missed() const { return missed_; }
+  std::int64_t missed_bytes() const { return missed_bytes_; }
 
  private:
   struct Region {
@@ -192,7 +192,7 @@ class Places {
   std::vector<Event> events_;
   std::atomic<bool> placing_{false}, recording_{false};
   std::atomic<std::uintptr_t> lowest_{~std::uintptr_t{0}}, highest_{0};
-  std::atomic<std::int64_t> live_bytes_{0}, missed_{0};
+  std::atomic<std::int64_t> live_bytes_{0}, missed_bytes_{0};
 };
 
 Places& places() {
@@ -376,5 +376,5 @@ extern "C" int offcompile_lay_out(const std::int64_t* sizes, const std::int64_t*
   return places().lay_out(sizes, offsets, count, extent_bytes) ? 1 : 0;
 }
 extern "C" std::int64_t offcompile_placed_bytes() { return places().live_bytes(); }
-extern "C" std::int64_t offcompile_missed() { return places().missed(); }
+extern "C" std::int64_t offcompile_missed_bytes() { return places().missed_bytes(); }
 extern "C" void offcompile_give_back_places() { places().trim(); }

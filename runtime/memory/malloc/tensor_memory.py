@@ -145,7 +145,8 @@ class _Placing:
         self._library = library
         library.offcompile_begin_step.restype = library.offcompile_record.restype = None
         library.offcompile_events.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-        library.offcompile_events.restype = library.offcompile_missed.restype = ctypes.c_int64
+        library.offcompile_events.restype = ctypes.c_int64
+        library.offcompile_missed_bytes.restype = ctypes.c_int64
         library.offcompile_lay_out.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -172,8 +173,8 @@ class _Placing:
             )
         )
 
-    def missed(self) -> int:
-        return int(self._library.offcompile_missed())
+    def missed_bytes(self) -> int:
+        return int(self._library.offcompile_missed_bytes())
 
     def trim(self) -> None:
         heap().trim()
