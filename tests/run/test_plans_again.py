@@ -9,7 +9,8 @@ import pytest
 
 from offcompile.ir import Infeasible
 from offcompile.run.accounts.graph_runs import GraphRuns
-from offcompile.run.plan.contract import EMPTIED, USUAL, GraphFacts, PlanKind
+from offcompile.run.plan.contract import EMPTIED, USUAL, GraphFacts, PlanKind, PlanRequest
+from offcompile.run.variants import plans as module
 from offcompile.run.variants.plans import Plans
 
 KEPT, WANTED, BUDGET = 100, 300, 340
@@ -81,3 +82,31 @@ def test_a_plan_may_keep_what_others_have_left(
     facts: Any = SimpleNamespace(runs=runs)
     assert GraphFacts.kind_again(facts, USUAL) == PlanKind(keeps_bytes=keeps_bytes)
     assert GraphFacts.kind_again(facts, EMPTIED) == EMPTIED
+
+
+@pytest.mark.parametrize(("kind", "places"), [(PlanKind(keeps_bytes=KEPT), True), (EMPTIED, False)])
+def test_a_plan_with_a_limit_may_place_states_like_a_usual_one(
+    monkeypatch: pytest.MonkeyPatch, kind: PlanKind, places: bool
+) -> None:
+    requests: list[PlanRequest] = []
+    free: Any = object()
+
+    class Hooked:
+        def __init__(self, facts: Any, request: PlanRequest, meeting: Any) -> None:
+            requests.append(request)
+
+    def lower(hooks: Hooked, inputs: Any) -> Any:
+        raise Infeasible("enough is known", None, "")
+
+    monkeypatch.setattr(module, "CompileHooks", Hooked)
+    monkeypatch.setattr(Plans, "host_held", lambda plans, call: 0)
+    monkeypatch.setattr(Plans, "_free_states", lambda plans, call: free)
+    runs = SimpleNamespace(name="a graph")
+    facts: Any = SimpleNamespace(profile=SimpleNamespace(replans=0), runs=runs, symbols=())
+    traced: Any = SimpleNamespace(lower=lower)
+    fixed: Any = SimpleNamespace(indices=frozenset(), explained=lambda error: error)
+    agreement: Any = SimpleNamespace(meeting=lambda: None)
+    call: Any = SimpleNamespace(sizes=(), inputs=None)
+    with pytest.raises(Infeasible, match="enough is known"):
+        Plans(facts, traced, fixed, agreement, False).make(call, 0, kind)
+    assert (requests[0].states is free) is places and requests[0].kind == kind

@@ -205,7 +205,7 @@ class Plans:
         )
         if meeting is None:
             meeting = self.agreement.meeting()
-        if meeting is None and kind == USUAL and settled is None:
+        if meeting is None and kind.is_usual and settled is None:
             request = replace(request, states=self._free_states(call))
         hooks = CompileHooks(facts, request, meeting)
         try:
