@@ -110,7 +110,9 @@ Training steps (forward, backward, plain SGD) of models from transformers, built
 configurations. × is the step's time over plain's, the median over {rounds} rounds in which each
 variant runs one step; % is the peak that the operating system measured, of plain's. Checkpointing
 is the library's own, `gradient_checkpointing_enable()`. Budgets are the measured peaks less 32 MiB
-for what a process holds beside tensors. Where no plan can do with the budget, it is the floor.
+for what a process holds beside tensors. Where no plan can do with the budget, it is the floor. All
+variants run under `torch.use_deterministic_algorithms(True)`: without it, two plain runs of Whisper
+differ in the last bit.
 
 {sections}
 Machine: {machine}.
