@@ -233,7 +233,7 @@ CASES = {
 def serve_library(task: dict[str, Any]) -> None:
     # else two plain runs differ: index_put adds from several threads in no fixed order
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # that is for debugging
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     case = CASES[task["case"]]
     case.build()  # brings in the library, whose own memory is not the model's
     serve(task, case)  # type: ignore[arg-type]
