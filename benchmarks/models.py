@@ -15,9 +15,9 @@ from pathlib import Path
 from benchmarks.activations import OVERHEAD_BYTES
 from benchmarks.turns import LOWERINGS, MIB, Child, loss_line, machine, ratio, run_in_turn
 
-#: steps of ours before the rounds: some plans are made anew twice, after 7 and after 14 steps, and
-#: blocks get their places 4 steps later
-SETTLING = 20
+#: steps of ours before the rounds: some plans are made anew after 7 and after 20 steps, and blocks
+#: get their places 4 steps later
+SETTLING = 28
 RESULT = Path(__file__).parent / "results" / "models.md"
 
 

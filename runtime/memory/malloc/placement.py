@@ -23,6 +23,8 @@ LEAST_BYTES = 64 << 10
 MOST_BLOCKS = 3000
 #: layouts that are tried from each of two orders
 ROUNDS = 30
+#: a layout is good enough that takes so much more than its blocks take together
+ENOUGH = 1.002
 #: share of a step by which a block may outlive what was recorded, where a lane frees it
 SLACK = 1 / 50
 #: share of the bytes of a step that have to come again in the next one
@@ -55,25 +57,30 @@ def place(blocks: Sequence[PlacedBlock], rounds: int = ROUNDS) -> BlockLayout:
     first = np.array([b.first for b in blocks], np.int64)
     last = np.array([b.last for b in blocks], np.int64)
     lives = last - first + (last < first) * (last.max(initial=0) + 1)
+    met = np.array([meet(a, b, first, last) for a, b in zip(first, last, strict=True)])
+    enough_bytes = ENOUGH * most_bytes(blocks)
     best = BlockLayout((), 0)
     for keys in ((first, -lives, -sizes), (-lives, first, -sizes)):
         order = np.lexsort(keys)
         for _ in range(rounds):
-            made = _placed(order, sizes, first, last)
+            made = _placed(order, sizes, met)
             if not best.offsets or made.extent_bytes < best.extent_bytes:
                 best = made
+            if best.extent_bytes <= enough_bytes:
+                return best
             ends = np.array(made.offsets, np.int64) + sizes
             outmost = ends[order] == made.extent_bytes
             order = np.concatenate((order[outmost], order[~outmost]))
     return best
 
 
-def _placed(order: Integers, sizes: Integers, first: Integers, last: Integers) -> BlockLayout:
-    """Place blocks in this order, each at the lowest offset that is free during its life."""
+def _placed(order: Integers, sizes: Integers, met: NDArray[np.bool_]) -> BlockLayout:
+    """Place blocks in this order, each at the lowest offset that is free during its life.
+    met: for each block, those that it meets."""
     begins, ends = np.zeros_like(sizes), np.zeros_like(sizes)
     for n, i in enumerate(order):
         before = order[:n]
-        in_the_way = before[meet(first[i], last[i], first[before], last[before])]
+        in_the_way = before[met[i, before]]
         begins[i] = _lowest(begins[in_the_way], ends[in_the_way], int(sizes[i]))
         ends[i] = begins[i] + sizes[i]
     return BlockLayout(tuple(begins.tolist()), int(ends.max(initial=0)))

@@ -28,7 +28,7 @@ MOST_OTHERS = 64
 MOST_SUCCESSORS = 3
 #: blocks that find their place taken may have this share of the bytes of all places; if they have
 #: more in so many steps, steps are recorded again
-MISSED_SHARE, MISSED_STEPS = 0.02, 3
+MISSED_SHARE, MISSED_STEPS = 0.02, 2
 #: times that a plan's steps are recorded; then all blocks are left to malloc if those that find
 #: their place taken have more than this share
 MOST_ATTEMPTS, LEFT_SHARE = 3, 0.2
@@ -81,13 +81,13 @@ class BlockPlaces:
         self._others = self._successors = 0
         self._parameters = parameters
         self._runs += 1
+        if self._runs > PLACED_FROM and self.blocks:
+            self._look()
         if self._runs == RECORDED_FROM:
             self._allocator.record(True)
         self._allocator.begin_step()
         if self._runs == PLACED_FROM:
             self._lay_out(room_bytes)
-        elif self._runs > PLACED_FROM and self.blocks:
-            self._look()
 
     def _gives_way(self, parameters: frozenset[int]) -> bool:
         """True if a step of another graph, with these parameters, shows that the leader is gone."""
@@ -139,6 +139,6 @@ class BlockPlaces:
             return
         self._missed_steps = 0
         if self._attempts < MOST_ATTEMPTS:
-            self._runs = RECORDED_FROM - 1
+            self._runs = RECORDED_FROM
         elif share > LEFT_SHARE:
             self._leave()

@@ -43,6 +43,26 @@ constexpr std::int64_t kNone = -1;
 constexpr double kFastest = 4e9;                // bytes a second that a process may touch anew
 constexpr double kShortest = 2e-3;              // seconds between two looks
 const std::int64_t kPage = sysconf(_SC_PAGESIZE);
+constexpr std::int64_t kMargin = 4 << 20;       // goes with what has to: not every block looks then
+constexpr std::int64_t kSeldom = 16;            // trims between two of malloc's
+constexpr std::int64_t kAll = std::int64_t{1} << 62;
+
+// Bytes of pages in [begin, end) that nobody has touched yet.
+std::int64_t untouched_bytes(std::uintptr_t begin, std::uintptr_t end) {
+  const auto page = static_cast<std::uintptr_t>(kPage);
+  end = (end + page - 1) & ~(page - 1);
+  unsigned char there[4096];
+  std::int64_t found = 0;
+  for (auto at = begin & ~(page - 1); at < end;) {
+    const auto pages = std::min<std::uintptr_t>((end - at) / page, sizeof(there));
+    if (mincore(reinterpret_cast<void*>(at), pages * page, there) != 0) {
+      return static_cast<std::int64_t>(end - begin);
+    }
+    found += kPage * std::count_if(there, there + pages, [](auto is) { return (is & 1) == 0; });
+    at += pages * page;
+  }
+  return found;
+}
 
 // What a step allocates and frees, in order: `nbytes` are 0 for what is freed, and for the border
 // between two steps, which has no address.
@@ -155,17 +175,21 @@ class Places {
     return static_cast<std::int64_t>(events_.size());
   }
 
-  // Gives back the pages of free places.
-  void trim() {
+  // Gives back pages of free places, the highest first, until `nbytes` of them have gone. They come
+  // back when a block is placed there again, so no more of them go than have to; and in huge pages,
+  // if `border` is theirs, since a huge page that has lost one of its pages is slower from then on.
+  std::int64_t trim(std::int64_t nbytes, std::uintptr_t border) {
     std::lock_guard<std::mutex> alone(lock_);
+    std::int64_t gone = 0;
     for (const Region& region : regions_) {
-      std::uintptr_t from = region.begin;
-      for (const auto& [begin, end] : region.taken) {
-        give_pages(from, begin);
-        from = end;
+      std::uintptr_t to = region.begin + region.nbytes;
+      for (auto at = region.taken.rbegin(); at != region.taken.rend() && gone < nbytes; ++at) {
+        gone += give_pages(at->second, to, nbytes - gone, border);
+        to = at->first;
       }
-      give_pages(from, region.begin + region.nbytes);
+      if (gone < nbytes) gone += give_pages(region.begin, to, nbytes - gone, border);
     }
+    return gone;
   }
 
   std::mutex& lock() { return lock_; }
@@ -179,11 +203,19 @@ class Places {
     std::map<std::uintptr_t, std::uintptr_t> taken;
   };
 
-  static void give_pages(std::uintptr_t begin, std::uintptr_t end) {
-    const auto page = static_cast<std::uintptr_t>(kPage);
-    begin = (begin + page - 1) & ~(page - 1);
-    end &= ~(page - 1);
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  static std::int64_t give_pages(std::uintptr_t begin, std::uintptr_t end, std::int64_t nbytes,
+                                 std::uintptr_t border) {
+    begin = (begin + border - 1) & ~(border - 1);
+    end &= ~(border - 1);
+    std::int64_t gone = 0;
+    while (begin < end && gone < nbytes) {
+      const std::uintptr_t from = std::max(begin, (end - 1) & ~(kHuge - 1));
+      const auto there = static_cast<std::int64_t>(end - from) - untouched_bytes(from, end);
+      if (there > 0) madvise(reinterpret_cast<void*>(from), end - from, MADV_DONTNEED);
+      gone += there;
+      end = from;
+    }
+    return gone;
   }
 
   std::mutex lock_;
@@ -220,10 +252,11 @@ class Limit {
     if (getpid() != pid_) limit_ = kNone;  // forked: `statm` is another process's
     const std::int64_t limit = limit_;
     if (limit == kNone) return;
-    const std::int64_t more = untouched(block, nbytes);
+    const auto begin = reinterpret_cast<std::uintptr_t>(block);
+    const std::int64_t more = untouched_bytes(begin, begin + nbytes);
     std::int64_t held = resident();
     if (held + more > std::max(limit, left_ + kWorth)) {
-      trim();
+      trim(limit - more, held);
       left_ = held = resident();
     }
     spare_ = limit - held - more;
@@ -248,10 +281,16 @@ class Limit {
   std::atomic<std::int64_t> trims{0}, trim_ns{0};
 
  private:
-  void trim() {
+  // Gives pages back until the process holds no more than `most_bytes`; now it holds `held_bytes`.
+  // malloc gives back all that it has free, or nothing: it is asked if places do not do, and now
+  // and then, for what nobody takes again.
+  void trim(std::int64_t most_bytes, std::int64_t held_bytes) {
     const auto began = std::chrono::steady_clock::now();
-    malloc_trim(0);
-    places().trim();
+    const std::int64_t aim = most_bytes - kMargin;
+    if (trims % kSeldom == 0) malloc_trim(0), held_bytes = resident();
+    if (held_bytes > most_bytes) held_bytes -= places().trim(held_bytes - aim, kHuge);
+    if (held_bytes > most_bytes) malloc_trim(0), held_bytes = resident();
+    if (held_bytes > most_bytes) places().trim(held_bytes - aim, static_cast<std::uintptr_t>(kPage));
     const auto taken = std::chrono::steady_clock::now() - began;
     trim_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(taken).count();
     ++trims;
@@ -264,23 +303,6 @@ class Limit {
     const bool read = pread(statm_, text, sizeof(text) - 1, 0) > 0;
     if (!read || std::sscanf(text, "%ld %ld %ld", &all, &there, &shared) != 3) return 0;
     return (there - shared) * kPage;
-  }
-
-  static std::int64_t untouched(void* block, std::size_t nbytes) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(block);
-    const auto page = static_cast<std::uintptr_t>(kPage);
-    const auto end = (begin + nbytes + page - 1) & ~(page - 1);
-    unsigned char there[4096];
-    std::int64_t found = 0;
-    for (auto at = begin & ~(page - 1); at < end;) {
-      const auto pages = std::min<std::uintptr_t>((end - at) / page, sizeof(there));
-      if (mincore(reinterpret_cast<void*>(at), pages * page, there) != 0) {
-        return static_cast<std::int64_t>(nbytes);
-      }
-      found += kPage * std::count_if(there, there + pages, [](auto is) { return (is & 1) == 0; });
-      at += pages * page;
-    }
-    return found;
   }
 
   std::atomic<std::int64_t> limit_{kNone}, spare_{0}, left_{0};
@@ -377,4 +399,6 @@ extern "C" int offcompile_lay_out(const std::int64_t* sizes, const std::int64_t*
 }
 extern "C" std::int64_t offcompile_placed_bytes() { return places().live_bytes(); }
 extern "C" std::int64_t offcompile_missed_bytes() { return places().missed_bytes(); }
-extern "C" void offcompile_give_back_places() { places().trim(); }
+extern "C" void offcompile_give_back_places() {
+  places().trim(kAll, static_cast<std::uintptr_t>(kPage));
+}
