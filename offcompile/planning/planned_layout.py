@@ -16,6 +16,8 @@ from .copy_lifetimes import Presence, presence
 
 #: limit on the stays to lay out, largest first, since placing takes quadratic time
 MOST_STAYS = 800
+#: layouts that are tried to foretell how much memory places will take
+QUICK_ATTEMPTS = 5
 
 
 def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> Layout:
@@ -50,7 +52,12 @@ def placed_bytes(problem: Problem, machine: Machine, plan: Plan, timeline: Timel
     blocks = [PlacedBlock(stay.nbytes, 0, stay.first, stay.last) for stay in stays]
     large = [block for block in blocks if block.nbytes >= LEAST_BYTES]
     small = [block for block in blocks if block.nbytes < LEAST_BYTES]
-    return standing_bytes + place(large, rounds=1).extent_bytes + most_bytes(small) + workspaces
+    return (
+        standing_bytes
+        + place(large, attempts=QUICK_ATTEMPTS).extent_bytes
+        + most_bytes(small)
+        + workspaces
+    )
 
 
 def _stays(found: Presence, workspaces: bool = True) -> tuple[list[AddressStay], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 import pytest
@@ -69,6 +70,19 @@ def test_blocks_that_live_at_the_same_time_do_not_overlap(found: list[PlacedBloc
     nearest = nearer(found, made)
     check_apart(found, nearest)
     assert nearest.extent_bytes == made.extent_bytes
+
+
+def test_a_search_finds_a_smaller_layout_unless_there_is_room_enough() -> None:
+    random = Random(7)
+    found = []
+    for _ in range(60):
+        first = random.randrange(200)
+        last = min(199, first + random.randrange(1, 80))
+        found.append(PlacedBlock(random.choice((1, 2, 3, 5, 8)) * PAGE_BYTES, 0, first, last))
+    begun, searched = place(found, attempts=0), place(found)
+    check_apart(found, searched)
+    assert most_bytes(found) <= searched.extent_bytes < begun.extent_bytes
+    assert place(found, enough_bytes=begun.extent_bytes) == begun
 
 
 def check_apart(found: list[PlacedBlock], made: BlockLayout) -> None:
