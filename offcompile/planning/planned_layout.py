@@ -16,8 +16,6 @@ from .copy_lifetimes import Presence, presence
 
 #: limit on the stays to lay out, largest first, since placing takes quadratic time
 MOST_STAYS = 800
-#: layouts that are tried to foretell how much memory places will take
-QUICK_ATTEMPTS = 5
 
 
 def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> Layout:
@@ -46,18 +44,14 @@ def planned_returns(
 
 def placed_bytes(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> int:
     """The memory that the step takes if its large blocks get places, as the CPU's allocator gives
-    them. Libraries take workspaces from malloc, so that these fill no holes between places."""
+    them. It searches longer for a layout; what this saves goes to blocks that nobody foresaw.
+    Libraries take workspaces from malloc, so that these fill no holes between places."""
     workspaces = max((op.workspace_bytes for op in problem.ops), default=0)
     stays, standing_bytes = _stays(presence(problem, machine, plan, timeline), workspaces=False)
     blocks = [PlacedBlock(stay.nbytes, 0, stay.first, stay.last) for stay in stays]
     large = [block for block in blocks if block.nbytes >= LEAST_BYTES]
     small = [block for block in blocks if block.nbytes < LEAST_BYTES]
-    return (
-        standing_bytes
-        + place(large, attempts=QUICK_ATTEMPTS).extent_bytes
-        + most_bytes(small)
-        + workspaces
-    )
+    return standing_bytes + place(large, attempts=0).extent_bytes + most_bytes(small) + workspaces
 
 
 def _stays(found: Presence, workspaces: bool = True) -> tuple[list[AddressStay], int]:

@@ -57,15 +57,13 @@ class BlockLayout:
     extent_bytes: int
 
 
-def place(
-    blocks: Sequence[PlacedBlock], enough_bytes: int = 0, attempts: int = ATTEMPTS
-) -> BlockLayout:
-    """Find places, in as little memory as the search finds, or within `enough_bytes`.
+def place(blocks: Sequence[PlacedBlock], attempts: int = ATTEMPTS) -> BlockLayout:
+    """Find places, in as little memory as the search finds.
     attempts: layouts that are tried, where those that fail early count for less."""
     if not blocks:
         return BlockLayout((), 0)
     search = _Search(blocks)
-    enough_bytes = max(enough_bytes, int(ENOUGH * most_bytes(blocks)))
+    enough_bytes = ENOUGH * most_bytes(blocks)
     first, lives, sizes = search.first, search.lives, search.sizes
     # the largest first, of one size the longest or the earliest; or the largest for the longest
     keys = ((-lives, first, -sizes), (first, -lives, -sizes), (first, -(lives * sizes)))

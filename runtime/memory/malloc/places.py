@@ -118,7 +118,7 @@ class BlockPlaces:
         self._allocator.record(False)
         self._attempts += 1
         self._leave()
-        made = place(blocks, room_bytes)
+        made = place(blocks)
         if not blocks or made.extent_bytes > min(
             MOST_OVER * room_bytes, MOST_WASTE * most_bytes(blocks)
         ):
