@@ -33,7 +33,7 @@ TO_FRONT = 0.3
 #: a layout is good enough that takes so much more than its blocks take together
 ENOUGH = 1.002
 #: share of a step by which a block may outlive what was recorded, where a lane frees it
-SLACK = 1 / 50
+SLACK = 1 / 200
 #: share of the bytes of a step that have to come again in the next one
 SAME = 0.9
 
