@@ -25,9 +25,9 @@ from .hardware import HardwareProfile
 
 #: compute-thread time per move, with the cold caches of a step: to start it and to notice its
 #: completion (docs/backend.md)
-ASKING_US = 500.0
+ASKING_US = 300.0
 #: time of its lane's thread per move, besides copying and packing; compute loses it like a copy's
-LANE_US = 500.0
+LANE_US = 250.0
 #: smallest shares that can be told from noise: of a copy's time, of a disk's
 LEAST_TOLL, LEAST_DISK_TOLL = 0.1, 0.03
 #: documents of the compute time lost to copies and to disks, and the least figure that they store
