@@ -94,11 +94,8 @@ class _Search:
         padded = [-(-b.nbytes // PAGE_BYTES) * PAGE_BYTES for b in blocks]
         self.sizes = np.array(padded, np.int64)
         self.first = np.array([b.first for b in blocks], np.int64)
-        last = np.array([b.last for b in blocks], np.int64)
+        self._last = last = np.array([b.last for b in blocks], np.int64)
         self.lives = last - self.first + (last < self.first) * (last.max(initial=0) + 1)
-        #: for each block, the others that it meets
-        ends = zip(self.first, last, strict=True)
-        self._met = np.array([meet(a, b, self.first, last) for a, b in ends])
         self.begins = np.zeros_like(self.sizes)
         self.extent_bytes = int(self.sizes.sum()) + 1
         self.order: list[int] = []
@@ -111,9 +108,11 @@ class _Search:
         """
         begins, ends = np.zeros_like(self.sizes), np.zeros_like(self.sizes)
         known = np.array(order)
+        # in the order of placing
+        first, last = self.first[known], self._last[known]
         for position, i in enumerate(order):
-            before = known[:position]
-            in_the_way = before[self._met[i, before]]
+            met = meet(first[position], last[position], first[:position], last[:position])
+            in_the_way = known[:position][met]
             nbytes = int(self.sizes[i])
             begin = _lowest(begins[in_the_way], ends[in_the_way], nbytes)
             if begin + nbytes >= self.extent_bytes:
