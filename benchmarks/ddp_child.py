@@ -21,6 +21,7 @@ from benchmarks.activations_child import Case, gpt
 from benchmarks.ddp import LINK_GBPS
 from offcompile.run.ranks import neighbourhood
 from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.device.vector_math import settle_vector_math
 from offcompile.runtime.memory.malloc.heap import heap
 
 #: steps of each kind before measuring: plans settle after those that are measured
@@ -127,6 +128,7 @@ class Rank:
 
 
 def serve(task: dict[str, Any]) -> None:
+    settle_vector_math()  # or one run in ten differs, plain or not
     heap().prepare()  # freed memory is kept for reuse, for the peers as for ours
     # brings in the compiler and the runtime, whose own memory is not the model's
     small = Rank(gpt(16, 1, 1, 16, 0.0), task | {"memory": "minimum"})

@@ -14,6 +14,7 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import target_for
 from offcompile.report.dump import check_dump_directory
 from offcompile.runtime.base.progress import Progress
+from offcompile.runtime.device.vector_math import settle_vector_math
 
 from .accounts.process import process
 from .captured_graph import CapturedGraph
@@ -66,6 +67,7 @@ def _compile(
     agreement: Agreement,
 ) -> Callable[..., Any]:
     _refuse_other_systems()
+    settle_vector_math()
     reduce_in_backward()
     if mode not in (None, "default"):
         raise InvalidInput(
