@@ -36,7 +36,9 @@ FUNCTIONS = (
 
 def settle_vector_math() -> None:
     """Let MKL, if torch has it, choose its kernels; once in a process."""
-    if not torch.backends.mkl.is_available() or not first_time("vector math"):
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return
+    if not first_time("vector math"):
         return
     with _disable_current_modes(), torch.no_grad():
         for dtype in (torch.float32, torch.float64):
