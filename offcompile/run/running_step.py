@@ -25,6 +25,26 @@ from .plan.contract import GraphFacts, Planned
 from .recording import recorded
 from .replay.step_graph import StepGraph
 
+#: the heap is trimmed in the first of these in any case, of leftovers from compiling
+CLEANING_RUNS = 3
+
+
+class _Places:
+    """Decides if the large blocks of a step get fixed places: something moves, or the heap has to
+    be trimmed although all fits."""
+
+    def __init__(self, moves: bool, watched: bool) -> None:
+        self._wanted, self._watched = moves, watched
+        self._runs = self._trims = 0
+
+    def wanted(self) -> bool:
+        """Call this before each forward."""
+        if not self._wanted and self._watched:
+            before, self._trims = self._trims, heap().trims
+            self._runs += 1
+            self._wanted = self._runs > CLEANING_RUNS and self._trims > before
+        return self._wanted
+
 
 class RunningHalf:
     """Runs one compiled half of a planned graph."""
@@ -45,7 +65,8 @@ class RunningHalf:
         budgeted = facts.options.memory is not None and heap().keeps
         self._heap_watched = on_cpu and (not report.fits or budgeted)
         self._heap_settled = False
-        self._placed = on_cpu and not report.fits and phase != BACKWARD
+        begins = phase != BACKWARD
+        self._places = _Places(begins and on_cpu and not report.fits, begins and self._heap_watched)
         self._offered = planned.offered or () if phase == BACKWARD else ()
         self._direct_reads = _direct_reads(planned, phase)
         self._mover = runtime_for(facts.target.runtime.key).mover if self._direct_reads else None
@@ -69,11 +90,9 @@ class RunningHalf:
         verifying = planned.verifying
         check = None if verifying is None else verifying.begin(phase, arguments)
         with self._recorded(arguments), self._among_others(arguments) as room:
-            if self._placed and (guard := heap().guard) is not None:
-                standing = planned.needs.planned.standing_bytes
-                room_bytes = planned.report.budget_bytes - standing
+            if self._places.wanted() and (guard := heap().guard) is not None:
                 runs = self.facts.runs
-                guard.places.begin_step(runs, planned, room_bytes, runs.binding.ids)
+                guard.places.begin_step(runs, planned, self._room_bytes, runs.binding.ids)
             if self._heap_watched and (phase != BACKWARD or room is not None):
                 self._begin_heap(room)
             started = clock.start()
@@ -100,6 +119,14 @@ class RunningHalf:
         if check is not None:
             check(result)
         return result
+
+    def _room_bytes(self) -> int:
+        """Bytes of the budget for what comes and goes in a step, whichever graph makes it."""
+        planned, runs = self.planned, self.facts.runs
+        most = planned.report.budget_bytes
+        if runs.budget_bytes is not None:
+            most = runs.budget_bytes - runs.usage.held_beside(runs.entry, runs.binding).now
+        return most - planned.needs.planned.standing_bytes
 
     def _over(self) -> None:
         """Note in the accounts that the half has run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -206,7 +207,8 @@ class Thing:
     """A graph or a plan."""
 
 
-ROOM = 64 * MIB
+def room(nbytes: int = 64 * MIB) -> Callable[[], int]:
+    return lambda: nbytes
 
 
 GRAPH, PLAN = Thing(), Thing()
@@ -216,7 +218,7 @@ def test_two_steps_are_recorded_and_then_laid_out() -> None:
     allocator = Recorder()
     places, recording = BlockPlaces(allocator), []
     for _ in range(PLACED_FROM + 1):
-        places.begin_step(GRAPH, PLAN, ROOM)
+        places.begin_step(GRAPH, PLAN, room())
         recording.append(allocator.recording)
     assert recording == [RECORDED_FROM <= run < PLACED_FROM for run in range(1, PLACED_FROM + 2)]
     assert allocator.extents == [3 * MIB] and allocator.trims == 1
@@ -227,19 +229,19 @@ def test_another_plan_begins_anew_and_other_graphs_are_part_of_the_step() -> Non
     allocator, other = Recorder(), Thing()
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM):
-        places.begin_step(GRAPH, PLAN, ROOM)
-        places.begin_step(other, PLAN, ROOM)
+        places.begin_step(GRAPH, PLAN, room())
+        places.begin_step(other, PLAN, room())
     assert allocator.extents == [3 * MIB]
-    places.begin_step(GRAPH, other, ROOM)
+    places.begin_step(GRAPH, other, room())
     assert allocator.extents == [3 * MIB, 0] and places.blocks == 0
 
 
 def test_a_graph_that_no_longer_runs_gives_way() -> None:
     allocator, other = Recorder(), Thing()
     places = BlockPlaces(allocator)
-    places.begin_step(GRAPH, PLAN, ROOM)
+    places.begin_step(GRAPH, PLAN, room())
     for _ in range(MOST_OTHERS + PLACED_FROM):
-        places.begin_step(other, PLAN, ROOM)
+        places.begin_step(other, PLAN, room())
     assert places.blocks
 
 
@@ -250,11 +252,11 @@ def test_a_graph_that_no_longer_runs_gives_way() -> None:
 def test_a_graph_compiled_again_takes_over_soon(alternate: bool, same: bool, placed: bool) -> None:
     allocator, other = Recorder(), Thing()
     places, ids = BlockPlaces(allocator), frozenset({1, 2})
-    places.begin_step(GRAPH, PLAN, ROOM, ids)
+    places.begin_step(GRAPH, PLAN, room(), ids)
     for _ in range(MOST_SUCCESSORS + PLACED_FROM):
-        places.begin_step(other, other, ROOM, ids if same else frozenset({1}))
+        places.begin_step(other, other, room(), ids if same else frozenset({1}))
         if alternate:
-            places.begin_step(GRAPH, PLAN, ROOM, ids)
+            places.begin_step(GRAPH, PLAN, room(), ids)
     assert (places._plan is not None and places._plan() is other) is placed
     assert bool(places.blocks) is (placed or alternate)
 
@@ -264,7 +266,7 @@ def test_places_and_records_go_with_their_graph(runs: int) -> None:
     allocator, graph = Recorder(), Thing()
     places = BlockPlaces(allocator)
     for _ in range(runs):
-        places.begin_step(graph, PLAN, ROOM)
+        places.begin_step(graph, PLAN, room())
     del graph
     assert allocator.extents == ([3 * MIB, 0] if runs == PLACED_FROM else [])
     assert places.blocks == 0 and not allocator.recording
@@ -274,7 +276,7 @@ def test_nothing_is_undone_at_the_end_of_the_process(monkeypatch: pytest.MonkeyP
     allocator, graph = Recorder(), Thing()
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM):
-        places.begin_step(graph, PLAN, ROOM)
+        places.begin_step(graph, PLAN, room())
     monkeypatch.setattr(module, "is_finalizing", lambda: True)
     del graph
     assert allocator.extents == [3 * MIB]
@@ -284,7 +286,7 @@ def test_blocks_stay_with_malloc_where_places_have_no_room() -> None:
     allocator = Recorder()
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM + 1):
-        places.begin_step(GRAPH, PLAN, 2 * MIB)
+        places.begin_step(GRAPH, PLAN, room(2 * MIB))
     assert not allocator.extents and not allocator.trims and not places.blocks
 
 
@@ -292,7 +294,7 @@ def test_steps_that_differ_stay_with_malloc() -> None:
     allocator = Recorder(second=[])
     places = BlockPlaces(allocator)
     for _ in range(PLACED_FROM + 1):
-        places.begin_step(GRAPH, PLAN, ROOM)
+        places.begin_step(GRAPH, PLAN, room())
     assert not allocator.extents and not allocator.trims and not places.blocks
 
 
@@ -304,7 +306,7 @@ def test_steps_that_become_others_are_recorded_again_and_in_the_end_left_to_mall
     places, laid_out = BlockPlaces(allocator), [3 * MIB, 0]
     for _ in range(MOST_ATTEMPTS * (PLACED_FROM + MISSED_STEPS)):
         allocator.missing_bytes += int(share * 3 * MIB)
-        places.begin_step(GRAPH, PLAN, ROOM)
+        places.begin_step(GRAPH, PLAN, room())
     times = MOST_ATTEMPTS if share > MISSED_SHARE else 1
     left = share > LEFT_SHARE
     assert allocator.extents == (laid_out * times)[: None if left else -1]
@@ -319,7 +321,7 @@ from offcompile.runtime.memory.malloc.placement import blocks_of
 guard = heap().guard
 placing, places = guard.places._allocator, guard.places
 class Thing: ...
-graph, plan, ROOM = Thing(), Thing(), 64 * MIB
+graph, plan, ROOM = Thing(), Thing(), lambda: 64 * MIB
 def step(n=4, keep=None):
     places.begin_step(graph, plan, ROOM)
     held, found = [], []

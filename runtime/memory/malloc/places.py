@@ -10,6 +10,7 @@ does for everything else.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from sys import is_finalizing
 from typing import Protocol
 
@@ -68,11 +69,14 @@ class BlockPlaces:
         self,
         graph: object,
         plan: object,
-        room_bytes: int,
+        room_bytes: Callable[[], int],
         parameters: frozenset[int] = frozenset(),
     ) -> None:
-        """Note that a forward of this graph begins, by this plan, with so much room for blocks.
-        parameters: ids of those that it is called with."""
+        """Note that a forward of this graph begins, by this plan.
+
+        room_bytes: tells the room for blocks, asked for only when they are laid out. parameters:
+        ids of those that the graph is called with.
+        """
         leader = None if self._graph is None else self._graph()
         if leader is not None and leader is not graph and not self._gives_way(parameters):
             return
@@ -87,7 +91,7 @@ class BlockPlaces:
             self._allocator.record(True)
         self._allocator.begin_step()
         if self._runs == PLACED_FROM:
-            self._lay_out(room_bytes)
+            self._lay_out(room_bytes())
 
     def _gives_way(self, parameters: frozenset[int]) -> bool:
         """True if a step of another graph, with these parameters, shows that the leader is gone."""
