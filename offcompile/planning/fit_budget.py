@@ -251,17 +251,17 @@ class _Plans:
         search, known = self.search, self.search.known
         spend = search.seconds or planning_seconds(self.problem)
         machine = search.machine_for(max(1, capacity - holes_bytes))
-        begun_us = known.begun_us
+        begun_us, trial = known.begun_us, search.trial and share != LONG_SHARE
         if before is not None and share == LONG_SHARE:
             begun_us = before.result.cost_us
         asked = Question(
             self.problem,
             machine,
             search.policy,
-            spend if search.trial else share * spend,
+            spend if trial else share * spend,
             known.plans if before is None else (*known.plans, before.result.plan),
             min(worth_us, self.worth_us),
-            search.trial or share == SHORT_SHARE,
+            trial or share == SHORT_SHARE,
             search.beside,
             begun_us,
         )
@@ -288,7 +288,11 @@ class _Plans:
         tight = self(capacity, share=share) if near and outlined else None
         most_us = float("inf") if tight is None else tight.cost_us * (1 + HOLES_COST)
         roomy = enough or self._with_room(capacity, rooms, most_us, share)
-        free_us = sum(op.duration_us for op in ops) * (1 + NO_LOSS)
+        compute_us = sum(op.duration_us for op in ops)
+        free_us = compute_us * (1 + NO_LOSS)
+        touches = tight is not None and tight.touching_us > NO_LOSS * compute_us
+        if roomy is None and touches:  # trials give up where no outline fits
+            roomy = self._with_room(capacity, rooms, most_us, LONG_SHARE)
         if roomy is None:
             found = tight or self(capacity)
         elif not near and (

@@ -71,7 +71,8 @@ class ProblemSource:
     @property
     def touch_again_us_per_mib(self) -> float:
         """Time to touch returned memory; 0 if corrections by measured steps already include it."""
-        return self._touch_us_per_mib if self.costs_as_planned is None else 0.0
+        included = self.costs_as_planned is not None and self.profile.touches
+        return 0.0 if included else self._touch_us_per_mib
 
     def learn_codecs(self) -> None:
         """Measure the speed of codecs, if it may matter and no profile gives it."""

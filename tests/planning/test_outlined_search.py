@@ -108,3 +108,26 @@ def test_near_the_floor_the_search_without_room_for_holes_says_if_the_other_can_
     except Beaten:
         assert found.cost_us > told[-1].cost_us
     assert capacities == [budget - found.holes_bytes]
+
+
+@pytest.mark.parametrize(("touching_us", "tries"), [(0.0, 2), (1e9, 3)])
+def test_a_plan_that_would_touch_memory_again_is_searched_for_beyond_outlines(
+    capacities: list[int], monkeypatch: pytest.MonkeyPatch, touching_us: float, tries: int
+) -> None:
+    """No outline fits with room for holes; a search finds a plan there, as recomputing does."""
+    problem, room = training(), 2 * SAVED
+    budget = floor_of(problem, machine) + room
+
+    def outlined(step: Problem, on: Machine) -> Iterator[StepOutline]:
+        return iter(()) if on.tier[DEVICE].capacity_bytes != budget else outlines(step, on)
+
+    monkeypatch.setattr(planner, "outlines", outlined)
+
+    def touching(on: Machine, made: PlanResult) -> float:
+        return touching_us if on.tier[DEVICE].capacity_bytes == budget else 0.0
+
+    holes = Holes(room, touching)
+    search = PlanSearch(machine, lambda _: 0, "joint", 0.3, trial=True)
+    found = fit_budget(problem, search, budget, holes=holes, may_fit=False)
+    assert capacities == [budget, budget - room, budget - room][:tries]
+    assert found.holes_bytes == (room if tries == 3 else 0)

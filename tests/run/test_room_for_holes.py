@@ -33,13 +33,16 @@ def _machine(capacity: int) -> Machine:
 
 
 def _planner(
-    factors: object = None, lowering: str = "aot_eager", held_bytes: int = 0
+    factors: object = None,
+    lowering: str = "aot_eager",
+    held_bytes: int = 0,
+    touches: bool = True,
 ) -> GraphPlanner:
     target = SimpleNamespace(room=lambda nbytes: HeapLimit(nbytes), holes_bytes=lambda n: n // 4)
     source: Any = SimpleNamespace(
         target=target,
         touch_again_us_per_mib=100.0,
-        profile=SimpleNamespace(factors=factors, lacks_room=False),
+        profile=SimpleNamespace(factors=factors, lacks_room=False, touches=touches),
         options=SimpleNamespace(lowering=lowering),
     )
     return GraphPlanner(source, PlanRequest("graph", held_bytes=held_bytes))
@@ -69,6 +72,11 @@ def test_a_plan_leaves_enough_room_if_its_tensors_would_do_with_less(
 def test_costs_of_measured_steps_include_the_touching() -> None:
     holes = _planner(factors=object())._holes(_chain(), BUDGET)
     assert holes.touching_us is None and holes.enough is not None
+
+
+def test_costs_of_steps_that_touched_nothing_again_do_not_include_it() -> None:
+    holes = _planner(factors=object(), touches=False)._holes(_chain(), BUDGET)
+    assert holes.touching_us is not None and holes.enough is not None
 
 
 def test_no_less_room_is_tried_for_kernels_whose_order_is_not_known() -> None:

@@ -73,6 +73,8 @@ class Profile:
     _decisions: int = 0
     #: densities that the last decision used; None if there was none
     _known: dict[str, float] | None = None
+    #: True if the steps that `factors` were measured in touched returned memory again
+    touches: bool = True
     _found: dict[str, float] = field(default_factory=dict)
     #: reason for the next decision, in words: lanes or ops that differ from the plan
     _lanes_changed: str | None = None

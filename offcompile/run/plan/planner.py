@@ -177,7 +177,7 @@ class GraphPlanner:
             return touched_us(machine, made, tighter) <= NO_LOSS * compute_us
 
         # costs corrected by measured steps already include the touching
-        counted = source.profile.factors is None
+        counted = source.profile.factors is None or not source.profile.touches
         # Inductor's kernels take and free buffers in an order of their own, and to plan again takes
         # another compilation
         known, needed = source.options.lowering == "aot_eager", source.profile.lacks_room
