@@ -118,11 +118,11 @@ class Trial:
         what = "planned" if report.foreseen_us == report.planned_us else "predicted"
         _warn_if_far(report, step, report.foreseen_us, what, self._trims_a_step(recorded))
 
-    def pages_go_back(self, recorded: int) -> bool:
-        """True if pages went back to the system in every step, on average, once blocks had got
-        their places."""
+    def pages_go_back(self, recorded: int, trims_a_step: float = 1.0) -> bool:
+        """True if pages went back to the system so often in every step, on average, once blocks
+        had got their places."""
         first, before = self._placed
-        return self.trims() - before >= max(1, recorded - first)
+        return self.trims() - before >= max(1, trims_a_step * (recorded - first))
 
     def _trims_a_step(self, recorded: int) -> float:
         if self._counted is None or recorded <= self._counted[1]:

@@ -10,6 +10,7 @@ from offcompile.report.log import log_decision, warn
 from offcompile.run.accounts.other_optimizers import states_beside
 from offcompile.run.plan.plan_graph import plan_again
 from offcompile.run.ranks.meeting import Ballot
+from offcompile.run.trial import MANY_TRIMS
 from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.registry import lanes_moved
 from offcompile.runtime.states.updates import is_refused
@@ -216,7 +217,8 @@ def _tried(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = N
         machine = facts.target.machine(facts.target.device_bytes)
         totals = lanes_moved(facts.target.runtime.key)
         if facts.profile.factors is None:
-            facts.profile.touches = trial.pages_go_back(recorded)
+            # fewer trims give back a few MiB
+            facts.profile.touches = trial.pages_go_back(recorded, MANY_TRIMS)
         if facts.profile.costs_due(factors, machine, totals) or plans.shown:
             plans.shown = False
             made = _replanned(plans, variant, call, ballot)
