@@ -71,7 +71,7 @@ class ProblemSource:
     @property
     def touch_again_us_per_mib(self) -> float:
         """Time to touch returned memory; 0 if corrections by measured steps already include it."""
-        included = self.costs_as_planned is not None and self.profile.touches
+        included = self.costs_as_planned is not None and self.profile.includes_touching
         return 0.0 if included else self._touch_us_per_mib
 
     def learn_codecs(self) -> None:

@@ -33,16 +33,13 @@ def _machine(capacity: int) -> Machine:
 
 
 def _planner(
-    factors: object = None,
-    lowering: str = "aot_eager",
-    held_bytes: int = 0,
-    touches: bool = True,
+    includes_touching: bool = False, lowering: str = "aot_eager", held_bytes: int = 0
 ) -> GraphPlanner:
     target = SimpleNamespace(room=lambda nbytes: HeapLimit(nbytes), holes_bytes=lambda n: n // 4)
     source: Any = SimpleNamespace(
         target=target,
         touch_again_us_per_mib=100.0,
-        profile=SimpleNamespace(factors=factors, lacks_room=False, touches=touches),
+        profile=SimpleNamespace(includes_touching=includes_touching, lacks_room=False),
         options=SimpleNamespace(lowering=lowering),
     )
     return GraphPlanner(source, PlanRequest("graph", held_bytes=held_bytes))
@@ -70,12 +67,12 @@ def test_a_plan_leaves_enough_room_if_its_tensors_would_do_with_less(
 
 
 def test_costs_of_measured_steps_include_the_touching() -> None:
-    holes = _planner(factors=object())._holes(_chain(), BUDGET)
+    holes = _planner(includes_touching=True)._holes(_chain(), BUDGET)
     assert holes.touching_us is None and holes.enough is not None
 
 
 def test_costs_of_steps_that_touched_nothing_again_do_not_include_it() -> None:
-    holes = _planner(factors=object(), touches=False)._holes(_chain(), BUDGET)
+    holes = _planner()._holes(_chain(), BUDGET)
     assert holes.touching_us is not None and holes.enough is not None
 
 

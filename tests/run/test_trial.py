@@ -20,6 +20,7 @@ from offcompile.ir import COMPUTE
 from offcompile.machine import target
 from offcompile.machine.hardware import HardwareProfile
 from offcompile.planning.feedback.corrections import Factors
+from offcompile.planning.feedback.lane_watch import LaneWatch
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.feedback.profiling import FIRST_STEPS, Profile
 from offcompile.planning.timelines import settled_spans
@@ -244,6 +245,8 @@ class Run:
         monkeypatch.setattr(costs, "WORTH_MEASURING_US", float("inf"))
         monkeypatch.setattr(trial, "LEAST_STEP_NS", 0)
         monkeypatch.setattr(trial, "STEPS_BEFORE", FEW)
+        # how fast lanes really are, beside other programs, would bring plans of its own
+        monkeypatch.setattr(LaneWatch, "look", lambda watch, machine, totals: None)
         self.times: Callable[[int, PlanReport], MeasuredStep] = lambda n, report: step_of(1, 1)
         self.trims_a_step = self.trims = 0
         monkeypatch.setattr(trial, "heap", lambda: SimpleNamespace(trims=self.trims))

@@ -73,8 +73,8 @@ class Profile:
     _decisions: int = 0
     #: densities that the last decision used; None if there was none
     _known: dict[str, float] | None = None
-    #: True if the steps that `factors` were measured in touched returned memory again
-    touches: bool = True
+    #: True if `factors` include the time to touch returned memory again
+    includes_touching: bool = False
     _found: dict[str, float] = field(default_factory=dict)
     #: reason for the next decision, in words: lanes or ops that differ from the plan
     _lanes_changed: str | None = None
@@ -166,16 +166,20 @@ class Profile:
             self._lanes_changed = self.lanes.look(machine, totals)
         return self._lanes_changed is not None
 
-    def costs_due(self, factors: Factors, machine: Machine, totals: Mapping[str, Moved]) -> bool:
+    def costs_due(
+        self, factors: Factors, machine: Machine, totals: Mapping[str, Moved], touched: bool
+    ) -> bool:
         """Like `due`, for ops, and once: True if ops, or lanes by now, differ much from the plan.
 
-        factors: measured for a plan that was made without any.
+        factors: measured for a plan that was made without any. touched: True if its steps touched
+        returned memory again.
         """
         if self.factors is not None or not self._open:
             return False
         self._lanes_changed = self.lanes.look(machine, totals)
         if not factors.same:
             self.factors, self._costs_changed = factors, factors.words()
+            self.includes_touching = touched
         return self.seen != "densities"
 
     @property

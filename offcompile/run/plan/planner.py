@@ -176,8 +176,7 @@ class GraphPlanner:
             compute_us = sum(op.duration_us for op in problem.ops)
             return touched_us(machine, made, tighter) <= NO_LOSS * compute_us
 
-        # costs corrected by measured steps already include the touching
-        counted = source.profile.factors is None or not source.profile.touches
+        counted = not source.profile.includes_touching
         # Inductor's kernels take and free buffers in an order of their own, and to plan again takes
         # another compilation
         known, needed = source.options.lowering == "aot_eager", source.profile.lacks_room

@@ -216,10 +216,8 @@ def _tried(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = N
             factors = factors.times(ballot.known.slowest[1])  # of the costs on this rank
         machine = facts.target.machine(facts.target.device_bytes)
         totals = lanes_moved(facts.target.runtime.key)
-        if facts.profile.factors is None:
-            # fewer trims give back a few MiB
-            facts.profile.touches = trial.pages_go_back(recorded, MANY_TRIMS)
-        if facts.profile.costs_due(factors, machine, totals) or plans.shown:
+        touched = trial.pages_go_back(recorded, MANY_TRIMS)  # fewer give back a few MiB
+        if facts.profile.costs_due(factors, machine, totals, touched) or plans.shown:
             plans.shown = False
             made = _replanned(plans, variant, call, ballot)
             if made is not variant:
