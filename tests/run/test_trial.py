@@ -16,6 +16,7 @@ from torch import nn
 
 import offcompile
 from offcompile.graph.costs import op_costs as costs
+from offcompile.graph.costs.roofline import Overheads
 from offcompile.ir import COMPUTE
 from offcompile.machine import target
 from offcompile.machine.hardware import HardwareProfile
@@ -230,6 +231,7 @@ def test_reports_tell_the_step_as_corrected() -> None:
 MADE_UP = HardwareProfile(
     "cpu", "cpu", None, 10.0, 0.5, 0.5, "made up", {"fp32": 0.02}, latency_us=100.0
 )
+OVERHEADS = Overheads(op_us=4.0, view_us=1.5, fresh_us_per_mib=25.0, touch_us_per_mib=230.0)
 
 
 class WithLoss(nn.Sequential):
@@ -243,6 +245,8 @@ class Run:
     def __init__(self, spill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(target, "_measured", lambda directories, progress: MADE_UP)
         monkeypatch.setattr(costs, "WORTH_MEASURING_US", float("inf"))
+        # a disturbed measurement is made again: two plans would have unlike costs
+        monkeypatch.setattr(costs, "measure_overheads", lambda: OVERHEADS)
         monkeypatch.setattr(trial, "LEAST_STEP_NS", 0)
         monkeypatch.setattr(trial, "STEPS_BEFORE", FEW)
         # how fast lanes really are, beside other programs, would bring plans of its own
