@@ -5,28 +5,61 @@ planned. The graph's forward and backward run at separate times, and in between 
 activations need be on the device. The runtime's keeper decides at run time, by the memory
 available, which of them to move. So the plan is not optimized for speed: its first reload waits for
 its last eviction.
+
+With a price for each byte that leaves, ops run again in backward where that costs less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from offcompile.ir import DEVICE, Drop, Infeasible, Machine, Move, Plan, Problem, Start, Tensor
+from offcompile.ir import (
+    DEVICE,
+    Drop,
+    Infeasible,
+    Machine,
+    Move,
+    Op,
+    Plan,
+    Problem,
+    Recompute,
+    Start,
+    Tensor,
+)
 
 from .build.contract import Judge
+from .select.footprint import footprint
+from .select.rematerialization import Rematerialization
+from .step.lighter import Lighter
+
+#: prices of a byte that are tried, as multiples of the time that a lane takes for it both ways
+PRICES = tuple(2.0**power for power in range(-5, 5))
+#: a way that saves less than this share more than the one before is no way of its own
+FEWER_BYTES = 1 / 32
+NS_PER_US = 1000
 
 
 @dataclass(frozen=True)
 class Turnover:
-    """Evicts everything that lives from forward to backward in between."""
+    """Evicts everything that lives from forward to backward in between.
+
+    ns_per_byte: what it costs to let a byte leave and come back; ops run again where that takes
+    less. With 0 none does.
+    """
 
     name: ClassVar[str] = "turnover"
+
+    ns_per_byte: float = 0.0
     judge: Judge | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.ns_per_byte < float("inf"):
+            raise ValueError(f"ns_per_byte is {self.ns_per_byte}; it must be 0 or more")
+
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
-        made = _plan(problem, machine)
+        made = _plan(problem, machine, reruns_at(problem, self.ns_per_byte))
         timeline = None if self.judge is None else self.judge(problem, machine, made)
         if timeline is not None and not timeline.valid:
             raise Infeasible(
@@ -38,6 +71,54 @@ class Turnover:
         return made
 
 
+def reruns_at(problem: Problem, ns_per_byte: float) -> tuple[Recompute, ...]:
+    """The ops that run again if a byte that is kept for backward costs so much, in the order in
+    which they run."""
+    if ns_per_byte <= 0 or problem.steady:
+        return ()
+    tensor, index = problem.tensor, problem.op_index
+    found = Rematerialization.of(problem).reruns(lambda t: tensor[t].nbytes * ns_per_byte)
+    in_order = sorted(found, key=lambda rerun: (index[rerun[1]], index[rerun[0]]))
+    return tuple(Recompute(*rerun) for rerun in in_order)
+
+
+def saved_with(problem: Problem, reruns: Sequence[Recompute]) -> tuple[Tensor, ...]:
+    """The tensors that leave if these ops run again."""
+    return tuple(one.tensor for one in _crossing(problem, _runs(problem, reruns)))
+
+
+def lighter_ways(problem: Problem, machine: Machine) -> tuple[Lighter, ...]:
+    """The ways in which one graph could save less for backward, the cheapest first."""
+    tier = next(iter(_tiers(machine)), None)
+    if tier is None:
+        return ()
+    lanes = _lane(machine, DEVICE, tier), _lane(machine, tier, DEVICE)
+    both_ways_ns = sum(NS_PER_US / machine.lane[name].bytes_per_us for name in lanes)
+    alone = max(footprint(problem, ()), default=0)
+    least = sum(t.nbytes for t in saved_with(problem, ()))
+    found: list[Lighter] = []
+    for price in PRICES:
+        reruns = reruns_at(problem, price * both_ways_ns)
+        saved = tuple((t.id, t.nbytes) for t in saved_with(problem, reruns))
+        added_us = sum(problem.op[r.op].duration_us for r in reruns)
+        again = [(r.op, r.before) for r in reruns]
+        more_bytes = max(0, max(footprint(problem, again), default=0) - alone)
+        way = Lighter(price * both_ways_ns, saved, added_us, more_bytes)
+        if way.saved_bytes < least * (1 - FEWER_BYTES):
+            least = way.saved_bytes
+            found.append(way)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of an op: the first one, or one in backward."""
+
+    name: str
+    op: Op
+    again: bool = False
+
+
 @dataclass(frozen=True)
 class _Crossing:
     """A tensor between its last use in forward and its first in backward."""
@@ -47,9 +128,16 @@ class _Crossing:
     first: int
 
 
-def _plan(problem: Problem, machine: Machine) -> Plan:
-    ops, tiers = problem.ops, _tiers(machine)
-    crossing = _crossing(problem)
+def _runs(problem: Problem, reruns: Sequence[Recompute]) -> list[_Run]:
+    before: dict[str, list[_Run]] = {}
+    for rerun in reruns:
+        before.setdefault(rerun.before, []).append(_Run(rerun.id, problem.op[rerun.op], True))
+    return [run for op in problem.ops for run in (*before.get(op.id, ()), _Run(op.id, op))]
+
+
+def _plan(problem: Problem, machine: Machine, reruns: tuple[Recompute, ...]) -> Plan:
+    runs, tiers = _runs(problem, reruns), _tiers(machine)
+    crossing = _crossing(problem, runs)
     room = {tier: machine.tier[tier].capacity_bytes for tier in tiers}
     outs: list[Move] = []
     backs: dict[str, Move] = {}
@@ -60,17 +148,18 @@ def _plan(problem: Problem, machine: Machine) -> Plan:
             continue
         lane_out, lane_in = _lane(machine, DEVICE, tier), _lane(machine, tier, DEVICE)
         out, back = _new_name(problem, f"{t.id}.out"), _new_name(problem, f"{t.id}.in")
-        outs.append(Move(out, t.id, DEVICE, tier, lane_out, ops[one.last].id, None))
-        backs[t.id] = Move(back, t.id, tier, DEVICE, lane_in, None, ops[one.first].id)
+        outs.append(Move(out, t.id, DEVICE, tier, lane_out, runs[one.last].name, None))
+        backs[t.id] = Move(back, t.id, tier, DEVICE, lane_in, None, runs[one.first].name)
     by_need = sorted(crossing, key=lambda c: (c.first, c.tensor.id))
     loads = [backs[c.tensor.id] for c in by_need if c.tensor.id in backs]
     made = [replace(m, start_after=outs[-1].id) for m in loads]
     if made:  # backward begins after the last eviction: no saved activation is left
-        made[0] = replace(made[0], ready_before=ops[_turn(problem)].id)
+        made[0] = replace(made[0], ready_before=runs[_turn(runs)].name)
     return Plan(
         start=tuple(Start(t.id, t.home) for t in problem.tensors if t.home is not None),
         moves=(*outs, *made),
         drops=tuple(Drop(m.tensor, DEVICE, m.id) for m in outs),
+        recomputes=reruns,
     )
 
 
@@ -80,25 +169,28 @@ def _new_name(problem: Problem, name: str) -> str:
     return name
 
 
-def _turn(problem: Problem) -> int:
-    """Returns the position of the first backward op, or that of the end if there is none."""
-    backward = (i for i, op in enumerate(problem.ops) if op.phase == "backward")
-    return next(backward, len(problem.ops))
+def _turn(runs: Sequence[_Run]) -> int:
+    """Returns the position of the first run in backward, or that of the end if there is none."""
+    backward = (i for i, run in enumerate(runs) if run.again or run.op.phase == "backward")
+    return next(backward, len(runs))
 
 
-def _crossing(problem: Problem) -> list[_Crossing]:
-    turn = _turn(problem)
+def _crossing(problem: Problem, runs: Sequence[_Run]) -> list[_Crossing]:
+    turn = _turn(runs)
     if problem.steady:
         return []
     last: dict[str, int] = {}
     first: dict[str, int] = {}
-    for i, op in enumerate(problem.ops):
-        for t in op.operands:
-            if i < turn:
-                last[t] = i
-            elif t in op.reads:
+    for i, run in enumerate(runs[:turn]):
+        last.update((t, i) for t in run.op.operands)
+    made_again: set[str] = set()
+    for i, run in enumerate(runs[turn:], turn):
+        for t in run.op.reads:
+            if t not in made_again:
                 first.setdefault(t, i)
-    written = {t for op in problem.ops[turn:] for t in op.writes}
+        if run.again:
+            made_again.update(run.op.writes)
+    written = {t for run in runs[turn:] if not run.again for t in run.op.writes}
     return [
         _Crossing(problem.tensor[t], last[t], first[t])
         for t in first

@@ -41,6 +41,8 @@ class _Known:
     table: StepTable | None = None
     #: the record that the last plan was made for
     planned: RecordedStep | None = None
+    #: True if rooms have hardly changed since
+    settled: bool = False
     #: the order of the step that came next, the last time
     followed_by: Order | None = None
     #: bytes by which rooms had been announced to grow when it was planned last
@@ -53,6 +55,8 @@ class StepFollower:
     def __init__(self, clock_us: Callable[[], float], plan: Planner) -> None:
         self.record = StepRecord(clock_us)
         self._plan = plan
+        #: told of each step that has a table, once its rooms hardly change any more
+        self.settled: Callable[[RecordedStep], None] = lambda step: None
         self._known: OrderedDict[Order, _Known] = OrderedDict()
         self._last: _Known | None = None
         #: the table that holds now; None: the order is not known, or is no longer kept
@@ -190,17 +194,21 @@ class StepFollower:
 
     def _consider(self, known: _Known, done: RecordedStep) -> None:
         """Have an order planned that has been seen again, if it has no plan or rooms changed."""
-        record = known.record.merged(done)
+        record, calm = known.record.merged(done), self._calm_steps > CALM_STEPS
         if known.planned is not None:
             least, mean = _growth(known.planned, record)
-            worth = MORE_ROOM if self._calm_steps > CALM_STEPS else MUCH_MORE_ROOM
+            worth = MORE_ROOM if calm else MUCH_MORE_ROOM
             if least >= -LESS_ROOM and mean <= worth:
+                if calm and not known.settled and known.table is not None:
+                    known.settled = True
+                    self.settled(record)
                 return
             if known.plans >= MOST_PLANS:
                 known.table = known.table if least > 0 else None
                 return
         known.plans += 1
         known.planned, known.announced_bytes = record, self._announced_bytes
+        known.settled = False
         known.table = self._plan(record)
         self.newest = known.table or self.newest
 

@@ -120,7 +120,9 @@ class GraphRuns:
         if keeper is None and shares and moves:
             mover = runtime_for(self.settings.key).mover
             foresight = Predictor(KnownBackwards(_backward_of))
-            keeper = ActivationCache(mover, foresight, StepPlanner(self.machine_for))
+            planner = StepPlanner(self.machine_for)
+            keeper = ActivationCache(mover, foresight, planner)
+            keeper.steps.settled = planner.save_less
             mover.keeper = keeper
         others = [k for k in keepers.values() if k.held_bytes]
         held_bytes = 0 if keeper is None else keeper.held_bytes

@@ -1,23 +1,43 @@
-"""Plans a whole training step of several graphs as one problem."""
+"""Plans a whole training step of several graphs as one problem.
+
+Once it is known how much room the graphs of a step leave, the planner also tries to let them save
+less: if cheap ops run again in backward, fewer bytes have to leave and come back. A graph that
+should save less is planned again at its next call.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import cast
 
 from offcompile.ir import Infeasible, Machine, Problem
 from offcompile.ir.units import show_bytes
+from offcompile.passes.step.lighter import Lighter, lightened
 from offcompile.passes.step.record import RecordedStep
 from offcompile.passes.step.stitch import StitchedStep, stitch
 from offcompile.passes.step.table import StepTable, table_of
 from offcompile.planning.fit_budget import US_PER_S, planning_seconds
 from offcompile.planning.planner import PlanResult, plan_problem
 
+from .usage import ParameterSet
+
 #: share of a step that may be spent on searching its plan: the forward and backward plans that it
 #: joins are made already, and moves between graphs are few
 SEARCH_SHARE = 1 / 100
 LEAST_SEARCH_S = 0.02
+#: graphs are planned again in order to save less only if a step gains this share of its time
+LIGHTER_GAIN = 1 / 200
+#: shares of the graphs, from the first of the step on, that are tried: what the first ones save
+#: waits longest for its backward
+SHARES = (3 / 4, 1 / 2, 1 / 4)
+
+US_PER_MS = 1000
+#: the name of an execution: graph, phase, parameters and sizes
+Ran = tuple[str, str, ParameterSet, tuple[int, ...]]
+_Choice = dict[ParameterSet, Lighter]
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +78,82 @@ class StepPlanner:
             show_bytes(sum(map(step.nbytes, step.wanted))),
         )
         return table
+
+    def save_less(self, step: RecordedStep) -> None:
+        """Have graphs planned again so that they save less for backward, if that is faster."""
+        graphs = _Graphs.of(step)
+        if any(parameters.ns_per_byte for parameters in graphs.ways):
+            return  # that was decided already
+        now_us = self._cost_us(step)
+        best, best_us = _Choice(), now_us * (1 - LIGHTER_GAIN)
+        for choice in graphs.at_prices():
+            made_us = self._cost_us(step, graphs.at(choice), best_us)
+            best, best_us = (choice, made_us) if made_us < best_us else (best, best_us)
+        for share in SHARES:
+            choice = dict(list(best.items())[: round(share * len(best))])
+            made_us = self._cost_us(step, graphs.at(choice), best_us) if choice else now_us
+            best, best_us = (choice, made_us) if made_us < best_us else (best, best_us)
+        for parameters, way in best.items():
+            parameters.ns_per_byte = way.ns_per_byte
+        if best:
+            log.info(
+                "a step should take %.1f ms instead of %.1f if %d of %d graphs save less for"
+                " backward and run ops again: they are planned anew",
+                best_us / US_PER_MS,
+                now_us / US_PER_MS,
+                len(best),
+                len(graphs.forwards),
+            )
+
+    def _cost_us(
+        self,
+        step: RecordedStep,
+        ways: Mapping[int, Lighter] = MappingProxyType({}),
+        worth_us: float = float("inf"),
+    ) -> float:
+        """The cost of a step whose forwards at these positions save less; infinite if there is no
+        plan, or if the ops alone take `worth_us`."""
+        step = lightened(step, ways)
+        if sum(m.duration_us for m in step.measured) + step.after_us >= worth_us:
+            return float("inf")
+        try:
+            return plan_step(step, self.machine_for).result.cost_us
+        except Infeasible:
+            return float("inf")
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """The graphs of a step, each with the weights it runs with, in the order of their forwards."""
+
+    #: the positions of their forwards
+    forwards: Mapping[ParameterSet, list[int]]
+    #: the ways of those that could save less
+    ways: Mapping[ParameterSet, Sequence[Lighter]]
+
+    @classmethod
+    def of(cls, step: RecordedStep) -> _Graphs:
+        forwards: dict[ParameterSet, list[int]] = {}
+        for at, run in enumerate(step.executions):
+            if not run.backward and run.saved:
+                _, _, parameters, _ = cast("Ran", run.name)
+                forwards.setdefault(parameters, []).append(at)
+        return cls(forwards, {parameters: parameters.lighter() for parameters in forwards})
+
+    def at(self, choice: _Choice) -> dict[int, Lighter]:
+        """The ways chosen, by the positions of their forwards."""
+        return {p: way for parameters, way in choice.items() for p in self.forwards[parameters]}
+
+    def at_prices(self) -> Iterator[_Choice]:
+        """For each price at which another way is chosen, the ways chosen."""
+        prices = {way.ns_per_byte for ways in self.ways.values() for way in ways}
+        for price in sorted(prices):
+            chosen = _Choice()
+            for parameters, ways in self.ways.items():
+                cheap = [way for way in ways if way.ns_per_byte <= price]
+                if cheap:
+                    chosen[parameters] = cheap[-1]
+            yield chosen
 
 
 def plan_step(step: RecordedStep, machine_for: Callable[[int], Machine]) -> PlannedStep:

@@ -10,12 +10,13 @@ Nothing is owned here: dead tensors are no longer counted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 import torch
 
+from offcompile.passes.step.lighter import Lighter
 from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.states.updates import (
     Holder,
@@ -36,7 +37,7 @@ from .spare_room import SpareRoom
 class ParameterSet:
     """The ids of the parameters that a graph is called with. Compares by identity."""
 
-    __slots__ = ("__weakref__", "host_bytes", "ids", "in_order", "ran")
+    __slots__ = ("__weakref__", "host_bytes", "ids", "in_order", "lighter", "ns_per_byte", "ran")
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.in_order, self.ids = ids, frozenset(ids)
@@ -44,6 +45,10 @@ class ParameterSet:
         self.ran = False
         #: bytes of the host tier that the plan of its last run takes
         self.host_bytes = 0
+        #: the ways in which that plan could save less for backward
+        self.lighter: Callable[[], Sequence[Lighter]] = tuple
+        #: the price of a byte saved for backward that its plans should reckon with
+        self.ns_per_byte = 0.0
 
 
 class PendingBackward:

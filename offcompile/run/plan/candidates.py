@@ -15,7 +15,10 @@ from offcompile.graph.in_backward_updates import Offers, read_after_update
 from offcompile.graph.mask_bits import has_bits
 from offcompile.graph.weight_placement import TRIAL_SHARE, Choice
 from offcompile.ir import Infeasible, Problem
+from offcompile.ir.units import show_bytes
 from offcompile.machine.in_place import InPlace
+from offcompile.passes.select.footprint import footprint
+from offcompile.passes.turnover import reruns_at
 from offcompile.planning.fit_budget import NO_LOSS, PlanSearch, fit_budget
 from offcompile.planning.floors import peak_alone, with_reserve
 from offcompile.planning.planner import Beaten
@@ -117,13 +120,26 @@ def emptied_within_own_peak(planner: GraphPlanner, traced: Traced) -> Candidate 
     """Move everything that backward gets from forward, within the memory that the step needs alone.
     Applies if that is asked for, and the budget is enough."""
     source, budget, problem = planner.source, planner.budget(), traced.plain.problem
-    if planner.request.kind != EMPTIED:
+    price = planner.request.kind.ns_per_byte
+    if planner.request.kind._replace(ns_per_byte=0.0) != EMPTIED:
         return None
-    reserve = source.target.reserve_bytes
-    enough = with_reserve(peak_alone(problem, source.machine), reserve)
+    reserve, policy = source.target.reserve_bytes, "turnover"
+    needed = peak_alone(problem, source.machine)
+    if price:
+        policy += f":ns_per_byte={price!r}"
+        again = {(r.op, r.before) for r in reruns_at(problem, price)}
+        needed = max(needed, *footprint(problem, again))
+    enough = with_reserve(needed, reserve)
     if budget is not None and enough > budget:
+        if price:
+            raise Infeasible(
+                f"{planner.request.name}: to run ops again in backward takes"
+                f" {show_bytes(enough)}, and {show_bytes(budget)} are left.",
+                enough - budget,
+                "Let its tensors move instead.",
+            )
         return None
-    search = PlanSearch(source.machine, reserve, "turnover", TURNING_SECONDS, planner.tell)
+    search = PlanSearch(source.machine, reserve, policy, TURNING_SECONDS, planner.tell)
     decided = fit_budget(problem, search, enough, may_fit=False)
     return Candidate(source, traced.graphs, Choice(traced.plain, decided))
 

@@ -14,6 +14,8 @@ from offcompile.ir import BACKWARD, FORWARD, Infeasible
 from offcompile.ir.units import show_bytes
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
+from offcompile.passes.step.lighter import Lighter
+from offcompile.passes.turnover import lighter_ways
 from offcompile.planning.feedback.profiling import Profile, Settled
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.footprint import NeedsBySize
@@ -40,6 +42,9 @@ class PlanKind(NamedTuple):
     #: most bytes that forward may leave on the device for backward, not counting weights and
     #: inputs; None: no limit
     keeps_bytes: int | None = None
+    #: the price of a byte that is saved, if everything must be able to leave: ops that cost less
+    #: run again
+    ns_per_byte: float = 0.0
 
     @property
     def is_usual(self) -> bool:
@@ -179,11 +184,24 @@ class Planned:
         """True if any tensor leaves the device or is recomputed."""
         return not self.report.fits
 
+    @property
+    def empties_by_turnover(self) -> bool:
+        policy = self.decided.result.policy.partition(":")[0]
+        return self.request.kind.offload_saved and policy == "turnover"
+
+    @cached_property
+    def lighter(self) -> tuple[Lighter, ...]:
+        """The ways in which the graph could save less for backward, if it were planned again."""
+        dynamic = self.request.sizes  # figures would be those of other sizes
+        if dynamic or self.request.kind != EMPTIED or not self.empties_by_turnover:
+            return ()
+        return lighter_ways(self.report.problem, self.decided.machine)
+
     @cached_property
     def counts_saved(self) -> frozenset[str]:
         """The halves in which the plan includes, at its peak, all that forward has saved: backward
         if it loads everything at its start, forward if it waits for no copy out before its end."""
-        if not (self.request.kind.offload_saved and self.decided.result.policy == "turnover"):
+        if not self.empties_by_turnover:
             return frozenset()
         steps = self.decided.order.forward()
         last = max((i for i, step in enumerate(steps) if isinstance(step, RunStep)), default=0)

@@ -72,6 +72,9 @@ def emptied(plans: Plans, call: Call) -> Variant | None:
     if not _crowded(plans, call, whole):
         return None
     there = [v for v in plans.variants if v.kind.offload_saved and v.placement.has_any >= hosts]
+    if not hosts and (lighter := _lighter(plans, call, there)) is not None:
+        return lighter
+    there.sort(key=lambda variant: variant.kind.ns_per_byte)
     found = plans.first_within(there, call)
     if found is not None:
         return found
@@ -119,6 +122,23 @@ LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
 )
 
 # --- parts of them ------------------------------------------------------------------------------
+
+
+def _lighter(plans: Plans, call: Call, there: Sequence[Variant]) -> Variant | None:
+    """Return a plan that saves as little for backward as the plan of the whole step wants of this
+    call (`StepPlanner`); None if it wants nothing, or if there is none within the budget."""
+    price = call.parameters.ns_per_byte
+    if not price:
+        return None
+    found = [v for v in there if v.kind.ns_per_byte == price]
+    held = plans.held(call)
+    if not found:
+        try:
+            found = [plans.make(call, held, EMPTIED._replace(ns_per_byte=price), explains=False)]
+        except Infeasible:
+            call.parameters.ns_per_byte = 0.0
+            return None
+    return found[0] if plans.within(found[0], held, call) else None
 
 
 def on_host(plans: Plans, call: Call, kind: PlanKind = HOSTED) -> Variant | None:

@@ -16,6 +16,7 @@ from offcompile.graph.lowering.lower import lower
 from offcompile.ir import Infeasible, OffloadError
 from offcompile.ir.units import show_bytes
 from offcompile.passes.select.rematerialization import Rematerialization
+from offcompile.passes.step.lighter import Lighter
 from offcompile.planning.feedback.profiling import Settled
 from offcompile.planning.footprint import Footprint
 from offcompile.report.report import PlanReport
@@ -95,6 +96,10 @@ class Variant:
         """Return the bytes of the host tier that it takes, with what graphs keep there."""
         more_bytes = 0 if self.step is None else self.step.more_host_bytes
         return self.needs_at(sizes).host_bytes + more_bytes
+
+    def ways_to_save_less(self) -> Sequence[Lighter]:
+        """The ways in which the graph could save less for backward, if it were planned again."""
+        return () if self.planned is None else self.planned.lighter
 
     def knows_needs_at(self, sizes: tuple[int, ...]) -> bool:
         """True if `needs_at` is already computed for these sizes."""
@@ -203,7 +208,7 @@ class Plans:
             sizes=sizes,
             lacking_bytes=self.lacking_bytes + self.copies_bytes,
         )
-        if meeting is None:
+        if meeting is None and not kind.ns_per_byte:  # each rank has prices of its own
             meeting = self.agreement.meeting()
         if meeting is None and kind.is_usual and settled is None:
             request = replace(request, states=self._free_states(call))
