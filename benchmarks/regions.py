@@ -17,18 +17,22 @@ from typing import Any
 from benchmarks.turns import LOWERINGS, MIB, Child, machine, ratio, run_in_turn
 
 RESULT = Path(__file__).parent / "results" / "regions.md"
-#: share of the bytes that the plain step holds beside weights and gradients
-SHARE = 0.5
+#: shares of the bytes that the plain step holds beside weights and gradients; all variants and ways
+#: run with the first
+SHARES = (0.5, 0.25)
 #: name → kind, and what is done otherwise
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "checkpointing each block": ("checkpoint", {}),
     "whole": ("ours", {}),
     "two graph breaks": ("breaks", {}),
     "block by block": ("blocks", {}),
     "block by block, eval every 4": ("blocks", {"eval_every": 4}),
 }
+#: those that run with less than the first share, too
+WITH_LESS = ("checkpointing each block", "whole", "block by block")
 #: rounds after which the order of graphs counts as learnt, and those until the step's plan has
 #: settled, too
-LEARNING_ROUNDS, SETTLING_ROUNDS = 2, 8
+LEARNING_ROUNDS, SETTLING_ROUNDS = 2, 12
 #: the same model in ways that need plain rows of their own; only block by block
 WAYS: dict[str, dict[str, Any]] = {
     "three lengths": {"lengths": True},
@@ -71,18 +75,21 @@ class Group:
         return self.children
 
 
-def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
-    """All variants of one model, warmed up one by one and then run in turn."""
+def measure(case: str, lowering: str, share: float, asked: argparse.Namespace) -> list[Child]:
+    """The variants of one model, warmed up one by one and then run in turn."""
+    every = share == SHARES[0]
     with Group(case, lowering, asked) as group:
         plain = group.start("no offload", "plain", None)
         plain.step()
         found = plain.ask("facts")
         fixed = 2 * found["weight_bytes"]
-        memory = fixed + int(SHARE * max(found["peak_bytes"] - fixed, 0))
+        memory = fixed + int(share * max(found["peak_bytes"] - fixed, 0))
         for name, (kind, otherwise) in VARIANTS.items():
-            group.start(name, kind, memory, **otherwise)
+            if not (every or name in WITH_LESS):
+                continue
+            group.start(name, kind, None if kind == "checkpoint" else memory, **otherwise)
         children = group.run()
-    for name, way in WAYS.items() if case == "gpt" else ():
+    for name, way in WAYS.items() if case == "gpt" and every else ():
         with Group(case, lowering, asked) as group:
             group.start(f"no offload, {name}", "plain", None, **way)
             group.start(f"block by block, {name}", "blocks", memory, **way)
@@ -91,7 +98,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
 
 def table(children: list[Child]) -> list[str]:
-    plain, whole = children[:2]
+    plain, whole = children[0], next(child for child in children if child.kind == "ours")
     times = ("step, s", "× plain", "× whole", "settled × plain", "settled × whole")
     moves = ("out", "in", "planned out", "found", "back")
     heads = ("variant", *times, "first peak", "peak", *moves, "losses")
@@ -100,7 +107,7 @@ def table(children: list[Child]) -> list[str]:
         fact, moved, back = child.facts, ["", ""], ""
         if child.kind == "plain":
             plain = child  # of those that follow
-        else:
+        elif child.kind != "checkpoint":
             steps = len(child.all_losses)
             moved = [f"{fact[n] / steps / MIB:,.0f}" for n in ("bytes_out", "bytes_in")]
             back = f"{fact['heap_trims'] / steps:.1f}"
@@ -155,7 +162,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models, print only")
     parser.add_argument("--case", choices=["gpt", "resnet"], action="append")
     parser.add_argument("--lowering", choices=LOWERINGS, action="append")
-    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -169,15 +176,17 @@ def main() -> None:
     sections = []
     for case in asked.case or ("gpt",):
         for lowering in asked.lowering or ("aot_eager",):
-            title = f"{cases[case].title}; {lowering}"
-            print(title, file=sys.stderr, flush=True)
-            children = measure(case, lowering, asked)
-            budget = f"budget {children[1].task['memory'] / MIB:,.0f} MiB"
-            sections += [f"## {title}; {budget}", "", *table(children), ""]
+            for share in SHARES:
+                title = f"{cases[case].title}; {lowering}; {share:.0%} of activations"
+                print(title, file=sys.stderr, flush=True)
+                children = measure(case, lowering, share, asked)
+                budget = next(m for child in children if (m := child.task["memory"]))
+                title += f", budget {budget / MIB:,.0f} MiB"
+                sections += [f"## {title}", "", *table(children), ""]
     text = TEXT.format(
         rounds=asked.rounds,
         settling=SETTLING_ROUNDS,
-        share=f"{SHARE:.0%}",
+        shares=" or ".join(f"{share:.0%}" for share in SHARES),
         sections="\n".join(sections),
         machine=machine(),
     )
@@ -190,11 +199,11 @@ TEXT = """\
 # Graphs that share a budget
 
 Training steps (forward, backward, plain SGD) of one model under one budget (weights, gradients and
-{share} of what plain training holds beside them), compiled as one graph, with two graph breaks, and
-block by block (`block.compile(…)` for each: one compiled graph with as many sets of weights as
-there are blocks). Inside a graph moves are planned. Between graphs the keeper decides while
-running, by what it has learnt of their order, until a step has come again: from then on the step is
-planned as one.
+{shares} of what plain training holds beside them), compiled as one graph, with two graph
+breaks, and block by block (`block.compile(…)` for each: one compiled graph with as many sets of
+weights as there are blocks). Inside a graph moves are planned. Between graphs the keeper decides
+while running, by what it has learnt of their order, until a step has come again: from then on the
+step is planned as one. Checkpointing has no budget and runs in one graph.
 
 "Three lengths": batches of the whole length, three quarters and half of it in turn. "Experts": the
 data choose which block runs next. Both are compared with plain training of the same steps.

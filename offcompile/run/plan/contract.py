@@ -51,6 +51,9 @@ class PlanKind(NamedTuple):
         return not (self.offload_saved or self.weights_on_host)
 
 
+#: policies that run ops again
+RERUNNING = ("joint", "recompute")
+
 USUAL = PlanKind()
 HOSTED = PlanKind(weights_on_host=True)
 EMPTIED = PlanKind(offload_saved=True)
@@ -193,7 +196,8 @@ class Planned:
     def lighter(self) -> tuple[Lighter, ...]:
         """The ways in which the graph could save less for backward, if it were planned again."""
         dynamic = self.request.sizes  # figures would be those of other sizes
-        if dynamic or self.request.kind != EMPTIED or not self.empties_by_turnover:
+        reruns = self.source.options.policy.partition(":")[0] in RERUNNING
+        if dynamic or not reruns or self.request.kind != EMPTIED or not self.empties_by_turnover:
             return ()
         return lighter_ways(self.report.problem, self.decided.machine)
 
