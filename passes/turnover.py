@@ -87,6 +87,13 @@ def saved_with(problem: Problem, reruns: Sequence[Recompute]) -> tuple[Tensor, .
     return tuple(one.tensor for one in _crossing(problem, _runs(problem, reruns)))
 
 
+def more_held(problem: Problem, reruns: Sequence[Recompute]) -> int:
+    """The bytes by which the step's peak grows if these ops run again and nothing moves."""
+    again = {(rerun.op, rerun.before) for rerun in reruns}
+    alone = max(footprint(problem, ()), default=0)
+    return max(0, max(footprint(problem, again), default=0) - alone)
+
+
 def lighter_ways(problem: Problem, machine: Machine) -> tuple[Lighter, ...]:
     """The ways in which one graph could save less for backward, the cheapest first."""
     tier = next(iter(_tiers(machine)), None)
@@ -94,7 +101,6 @@ def lighter_ways(problem: Problem, machine: Machine) -> tuple[Lighter, ...]:
         return ()
     lanes = _lane(machine, DEVICE, tier), _lane(machine, tier, DEVICE)
     both_ways_ns = sum(NS_PER_US / machine.lane[name].bytes_per_us for name in lanes)
-    alone = max(footprint(problem, ()), default=0)
     least = sum(t.nbytes for t in saved_with(problem, ()))
     found: list[Lighter] = []
     for price in PRICES:
@@ -102,9 +108,7 @@ def lighter_ways(problem: Problem, machine: Machine) -> tuple[Lighter, ...]:
         reruns = reruns_at(problem, ns_per_byte)
         saved = tuple((t.id, t.nbytes) for t in saved_with(problem, reruns))
         added_us = sum(problem.op[r.op].duration_us for r in reruns)
-        again = [(r.op, r.before) for r in reruns]
-        more_bytes = max(0, max(footprint(problem, again), default=0) - alone)
-        way = Lighter(ns_per_byte, saved, added_us, more_bytes)
+        way = Lighter(ns_per_byte, saved, added_us, more_held(problem, reruns))
         if way.saved_bytes < least * (1 - FEWER_BYTES):
             least = way.saved_bytes
             found.append(way)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import fx
@@ -123,7 +124,7 @@ class CapturedGraph:
         plans.ran[call.parameters] = sizes, variant
         note_spare_room(plans, variant, call)
         call.parameters.host_bytes = variant.host_bytes_at(sizes)
-        call.parameters.lighter = variant.ways_to_save_less
+        call.parameters.lighter = WeakMethod(variant.ways_to_save_less)
         plans.leave_graphs_of_others(variant)
         facts.profile.begin_step()
         runs.call(call.parameters, sizes)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from hand_sgd import step_by_hand
+from test_regions_step import LAYERS, USUAL, fresh, train  # noqa: F401
 from test_step import RUN_US, Steps, machine
-from torch import Tensor, nn
 
 import offcompile
 from offcompile.graph.costs import op_costs
@@ -26,10 +26,9 @@ from offcompile.report.report import PlanReport
 from offcompile.run.accounts import step_plan
 from offcompile.run.accounts.step_plan import StepPlanner
 from offcompile.run.accounts.usage import ParameterSet
-from offcompile.runtime.base.counters import reset_counters
-from offcompile.runtime.moves.registry import close_all, runtimes
+from offcompile.run.variants.plans import Plans, Variant
+from offcompile.runtime.moves.registry import runtimes
 
-LAYERS = 6
 #: for each layer: what is cheap to compute again, and what is not
 CHEAP, DEAR = 300, 100
 ALMOST_FREE = Lighter(0.1, (("dear", DEAR),), 2.0, 0)
@@ -40,7 +39,7 @@ def step_of(room: int, *ways: Lighter) -> tuple[RecordedStep, list[ParameterSet]
     """A step of graphs that could save less in these ways, each with so much room."""
     weights = [ParameterSet((layer,)) for layer in range(LAYERS)]
     for parameters in weights:
-        parameters.lighter = lambda: ways
+        parameters.lighter = lambda: lambda: ways
     steps = Steps(None, [room] * LAYERS, sizes=(CHEAP, DEAR))  # type: ignore[arg-type]
     record = steps.heard = StepRecord(steps.clock)
     steps.step(range(LAYERS))
@@ -96,7 +95,7 @@ def test_it_is_decided_once() -> None:
 
 # ---- blocks compiled one by one ------------------------------------------------------------------
 
-WIDTH, BATCH, LENGTH, MIB = 64, 4, 256, 1 << 20
+MAKE = Plans.make
 #: the rooms of graphs settle, they are planned again, and that step comes twice
 STEPS = 16
 SLOW = HardwareProfile(
@@ -104,48 +103,26 @@ SLOW = HardwareProfile(
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+def in_order(step: int) -> Sequence[int]:
+    return USUAL
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    reset_counters()
-    yield
-    torch._dynamo.reset()
-    close_all()
+def test_records_of_steps_keep_no_compiled_graph_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Variant]] = []
 
+    def noted(plans: Plans, *args: Any, **kwargs: Any) -> Variant:
+        variant = MAKE(plans, *args, **kwargs)
+        made.append(weakref.ref(variant))
+        return variant
 
-def train(spill: Path | None, steps: int) -> list[str]:
-    """Losses and all gradients, as exact text; plainly compiled without `spill`."""
-    torch.manual_seed(0)
-    blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-    stem = nn.Parameter(torch.ones(WIDTH))
-    for block in blocks:
-        if spill is None:
-            block.compile(backend="aot_eager")
-        else:
-            options = {"memory": 10 * MIB, "lowering": "aot_eager", "spill": str(spill)}
-            block.compile(backend="offcompile", options=options | {"seconds": 0.1})
-    seen = []
-    for step in range(steps):
-        x = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
-        x = x * stem
-        for block in blocks:
-            x = block(x)
-        loss = x.square().mean()
-        loss.backward()
-        seen.append(float(loss.detach()).hex())
-        seen += step_by_hand(blocks.parameters())
-    torch._dynamo.reset()
-    return seen
+    monkeypatch.setattr(Plans, "make", noted)
+    train(tmp_path, 5, in_order)
+    gc.collect()
+    (keeper,) = (r.mover.keeper for r in runtimes() if r.mover.keeper is not None)
+    assert keeper.steps.newest is not None
+    assert made and not any(ref() for ref in made)
 
 
 def saved_by(report: PlanReport) -> int:
@@ -154,7 +131,7 @@ def saved_by(report: PlanReport) -> int:
 
 
 def test_blocks_are_planned_again_and_give_the_plain_losses(
-    tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(target, "_measured", lambda directories, progress: SLOW)
     # ops cost what the profile says, and how fast this machine runs them decides nothing
@@ -162,9 +139,9 @@ def test_blocks_are_planned_again_and_give_the_plain_losses(
     monkeypatch.setattr(turnover, "PRICES", (1.0,))
     monkeypatch.setattr(step_plan, "LIGHTER_GAIN", -1.0)
     before = len(offcompile.reports())
-    wanted = train(None, STEPS)
+    wanted = train(None, STEPS, in_order)
     with caplog.at_level(logging.INFO, "offcompile.run.accounts.step_plan"):
-        assert train(tmp_path, STEPS) == wanted
+        assert train(tmp_path, STEPS, in_order) == wanted
     assert "save less for backward" in caplog.text
     made = offcompile.reports()[before:]
     again = [r for r in made if r.result.policy.startswith("turnover:ns_per_byte=")]

@@ -8,6 +8,7 @@ should save less is planned again at its next call.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -89,9 +90,9 @@ class StepPlanner:
         for choice in graphs.at_prices():
             made_us = self._cost_us(step, graphs.at(choice), best_us)
             best, best_us = (choice, made_us) if made_us < best_us else (best, best_us)
-        for share in SHARES:
-            choice = dict(list(best.items())[: round(share * len(best))])
-            made_us = self._cost_us(step, graphs.at(choice), best_us) if choice else now_us
+        for share in SHARES if best else ():
+            choice = dict(list(best.items())[: math.ceil(share * len(best))])
+            made_us = self._cost_us(step, graphs.at(choice), best_us)
             best, best_us = (choice, made_us) if made_us < best_us else (best, best_us)
         for parameters, way in best.items():
             parameters.ns_per_byte = way.ns_per_byte
@@ -138,7 +139,7 @@ class _Graphs:
             if not run.backward and run.saved:
                 _, _, parameters, _ = cast("Ran", run.name)
                 forwards.setdefault(parameters, []).append(at)
-        return cls(forwards, {parameters: parameters.lighter() for parameters in forwards})
+        return cls(forwards, {parameters: _ways_of(parameters) for parameters in forwards})
 
     def at(self, choice: _Choice) -> dict[int, Lighter]:
         """The ways chosen, by the positions of their forwards."""
@@ -154,6 +155,11 @@ class _Graphs:
                 if cheap:
                     chosen[parameters] = cheap[-1]
             yield chosen
+
+
+def _ways_of(parameters: ParameterSet) -> Sequence[Lighter]:
+    ask = parameters.lighter()
+    return () if ask is None else ask()
 
 
 def plan_step(step: RecordedStep, machine_for: Callable[[int], Machine]) -> PlannedStep:

@@ -45,8 +45,8 @@ class ParameterSet:
         self.ran = False
         #: bytes of the host tier that the plan of its last run takes
         self.host_bytes = 0
-        #: the ways in which that plan could save less for backward
-        self.lighter: Callable[[], Sequence[Lighter]] = tuple
+        #: asks that plan for its ways to save less for backward. Weak: records of steps outlive it
+        self.lighter: Callable[[], Callable[[], Sequence[Lighter]] | None] = lambda: None
         #: the price of a byte saved for backward that its plans should reckon with
         self.ns_per_byte = 0.0
 

@@ -17,8 +17,7 @@ from offcompile.graph.weight_placement import TRIAL_SHARE, Choice
 from offcompile.ir import Infeasible, Problem
 from offcompile.ir.units import show_bytes
 from offcompile.machine.in_place import InPlace
-from offcompile.passes.select.footprint import footprint
-from offcompile.passes.turnover import reruns_at
+from offcompile.passes.turnover import more_held, reruns_at
 from offcompile.planning.fit_budget import NO_LOSS, PlanSearch, fit_budget
 from offcompile.planning.floors import peak_alone, with_reserve
 from offcompile.planning.planner import Beaten
@@ -127,8 +126,7 @@ def emptied_within_own_peak(planner: GraphPlanner, traced: Traced) -> Candidate 
     needed = peak_alone(problem, source.machine)
     if price:
         policy += f":ns_per_byte={price!r}"
-        again = {(r.op, r.before) for r in reruns_at(problem, price)}
-        needed = max(needed, *footprint(problem, again))
+        needed += more_held(problem, reruns_at(problem, price))
     enough = with_reserve(needed, reserve)
     if budget is not None and enough > budget:
         if price:

@@ -14,6 +14,7 @@ from offcompile.ir import BACKWARD, FORWARD, Infeasible
 from offcompile.ir.units import show_bytes
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
+from offcompile.passes.select.rematerialization import Rematerialization
 from offcompile.passes.step.lighter import Lighter
 from offcompile.passes.turnover import lighter_ways
 from offcompile.planning.feedback.profiling import Profile, Settled
@@ -199,7 +200,10 @@ class Planned:
         reruns = self.source.options.policy.partition(":")[0] in RERUNNING
         if dynamic or not reruns or self.request.kind != EMPTIED or not self.empties_by_turnover:
             return ()
-        return lighter_ways(self.report.problem, self.decided.machine)
+        try:
+            return lighter_ways(self.report.problem, self.decided.machine)
+        finally:  # networks of minimum cuts are large
+            Rematerialization.forget()
 
     @cached_property
     def counts_saved(self) -> frozenset[str]:
