@@ -21,8 +21,13 @@ class Library(nn.Module):
     def __init__(self, model: nn.Module, names: tuple[str, ...], fixed: Mapping[str, Any]) -> None:
         super().__init__()
         self.model, self.names, self.fixed = model, names, dict(fixed)
-        self.blocks = nn.ModuleList()
         self.routed = False
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The model's layers, for those who compile them one by one."""
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        return max(lists, key=len)
 
     @property
     def again(self) -> bool:

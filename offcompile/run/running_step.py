@@ -58,6 +58,7 @@ class RunningHalf:
         step: StepGraph | None = None,
     ) -> None:
         process.garbage.compiled()
+        facts.runs.usage.outside.spoil()
         report, on_cpu = planned.report, facts.target.device.type == "cpu"
         self.facts, self.planned, self.phase, self.compiled = facts, planned, phase, compiled
         self._step = step
@@ -172,7 +173,7 @@ class RunningHalf:
         return self.facts.runs.running(
             self.phase,
             arguments,
-            lambda sizes: planned.needs.at(sizes).peak_bytes,
+            planned.needs.at,
             offload_saved or self.facts.options.lowering != "inductor",
             offload_saved,
             planned.moves,

@@ -19,6 +19,7 @@ from offcompile.ir import BACKWARD, FORWARD, Machine
 from offcompile.ir.units import show_bytes
 from offcompile.passes.correlation.backwards import KnownBackwards
 from offcompile.passes.correlation.predictor import Predictor
+from offcompile.planning.footprint import Footprint
 from offcompile.report.log import first_time, warn
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.device import tickets
@@ -28,9 +29,12 @@ from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for, runt
 from offcompile.runtime.moves.saved import Saved
 
 from .hole_reserve import HoleReserve
-from .step_plan import StepPlanner
+from .step_plan import Ran, StepPlanner
 from .usage import DeviceUsage, GraphUsage, ParameterSet
 
+#: gaps between executions are executions of their own for the keeper if the program takes this share
+#: of the budget meanwhile
+WORTH_PAUSE = 1 / 64
 #: least share for the keeper of the room beside a run, however much is reserved for holes
 KEEPER_SHARE = 3 / 8
 
@@ -93,7 +97,7 @@ class GraphRuns:
         self,
         phase: str,
         arguments: Sequence[Any],
-        peak_at: Callable[[tuple[int, ...]], int],
+        needs_at: Callable[[tuple[int, ...]], Footprint],
         no_buffer_reuse: bool,
         offload_saved: bool,
         moves: bool,
@@ -101,13 +105,11 @@ class GraphRuns:
     ) -> Iterator[Room | None]:
         """Wrap a run of one half. Yields None if the graph is alone under its budget.
 
-        peak_at: the plan's peak memory for given sizes. no_buffer_reuse: the graph does not write
+        needs_at: the plan's memory for given sizes. no_buffer_reuse: the graph does not write
         to tensors that the keeper may hold. offload_saved: saved activations may leave. moves: any
         tensor may leave. counts_saved: halves whose plan includes, at its peak, everything that
         forward has saved, wherever it is.
         """
-        keepers = self._keepers()
-        mine = keepers.pop(self.settings.key, None)
         binding, sizes = self.binding, self.sizes
         if phase == BACKWARD:
             binding, sizes = self.forward_of(arguments)
@@ -115,21 +117,52 @@ class GraphRuns:
         if self.budget_bytes is None:
             yield None
             return
+        outside, waiting = self.usage.outside, self.usage.waiting_forwards()
+        outside.ends(in_step=waiting > 0)
+        execution = self.name, phase, binding, sizes
         shares = self.entry.in_turn or offload_saved
-        keeper = mine
-        if keeper is None and shares and moves:
+        keeper = self._keeper(make=shares and moves)
+        with self._beside(
+            execution, needs_at(sizes), keeper, shares, no_buffer_reuse, counts_saved
+        ) as room:
+            yield room
+        # a backward still waits until it is over
+        if phase == FORWARD or (phase == BACKWARD and waiting > 1):
+            outside.begins(binding.gaps, (phase, sizes), runtime_for(self.settings.key).device)
+            if room is not None and keeper is not None:
+                self._leave_room_outside(execution, needs_at(sizes), room, keeper)
+
+    def _keeper(self, make: bool) -> ActivationCache | None:
+        """The keeper of the graph's runtime; `make`: it gets one if it has none."""
+        keeper = self._keepers().get(self.settings.key)
+        if keeper is None and make:
             mover = runtime_for(self.settings.key).mover
-            foresight = Predictor(KnownBackwards(_backward_of))
             planner = StepPlanner(self.machine_for)
-            keeper = ActivationCache(mover, foresight, planner)
+            keeper = ActivationCache(mover, Predictor(KnownBackwards(_backward_of)), planner)
             keeper.steps.settled = planner.save_less
             mover.keeper = keeper
+        return keeper
+
+    @contextmanager
+    def _beside(
+        self,
+        execution: Ran,
+        needs: Footprint,
+        keeper: ActivationCache | None,
+        shares: bool,
+        no_buffer_reuse: bool,
+        counts_saved: Collection[str],
+    ) -> Iterator[Room | None]:
+        """Bound what keepers hold during an execution. See `running`."""
+        _, phase, binding, sizes = execution
+        keepers = self._keepers()
+        keepers.pop(self.settings.key, None)
         others = [k for k in keepers.values() if k.held_bytes]
         held_bytes = 0 if keeper is None else keeper.held_bytes
         if not (others or held_bytes or (shares and keeper is not None)):
             yield None
             return
-        peak_bytes = peak_at(sizes)
+        peak_bytes = needs.peak_bytes
         # the plan of a backward includes what its own forward left
         left_bytes = self.entry.left_by(binding) if phase == BACKWARD else 0
         beside_bytes = self.usage.held_beside(self.entry, binding).now - left_bytes
@@ -147,7 +180,6 @@ class GraphRuns:
         weights = None
         if self.weights is not None:
             weights = [w for ref in self.weights if (w := ref()) is not None]
-        execution = self.name, phase, binding, sizes
         own = None
         if phase in counts_saved:
             forward = self.name, FORWARD, binding, sizes
@@ -166,6 +198,25 @@ class GraphRuns:
         finally:
             self._measure(phase == BACKWARD, spare)
             keeper.leave()
+
+    def _leave_room_outside(
+        self, execution: Ran, needs: Footprint, room: Room, keeper: ActivationCache
+    ) -> None:
+        """Leave the program the room that it took the last times, if that is much."""
+        assert self.budget_bytes is not None
+        name, phase, binding, sizes = execution
+        took_bytes = binding.gaps.most_bytes((phase, sizes))
+        if took_bytes < self.budget_bytes * WORTH_PAUSE:
+            return
+        limit = room.kept_limit_bytes - took_bytes
+        if phase == FORWARD:
+            limit += needs.peak_bytes - needs.standing_bytes - needs.kept_bytes
+        self.usage.outside.pauses(
+            keeper,
+            (name, f"after {phase}", binding, sizes),
+            _keeps(max(0, limit), self.reserve.nbytes),
+            phase == BACKWARD,
+        )
 
     def _measure(self, backward: bool, spare_bytes: int) -> None:
         """Measure what the process leaves of the budget; malloc keeps `spare_bytes` of it free."""

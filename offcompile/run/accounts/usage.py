@@ -29,6 +29,7 @@ from offcompile.runtime.states.updates import (
 
 from .hole_reserve import HoleReserve
 from .live_outputs import LiveOutputs
+from .outside import Gaps, OutsideTensors
 from .parameter_memory import ParameterMemory
 from .rank_memory import RankMemory
 from .spare_room import SpareRoom
@@ -37,7 +38,9 @@ from .spare_room import SpareRoom
 class ParameterSet:
     """The ids of the parameters that a graph is called with. Compares by identity."""
 
-    __slots__ = ("__weakref__", "host_bytes", "ids", "in_order", "lighter", "ns_per_byte", "ran")
+    __slots__ = (
+        *("__weakref__", "gaps", "host_bytes", "ids", "in_order", "lighter", "ns_per_byte", "ran"),
+    )
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.in_order, self.ids = ids, frozenset(ids)
@@ -49,6 +52,8 @@ class ParameterSet:
         self.lighter: Callable[[], Callable[[], Sequence[Lighter]] | None] = lambda: None
         #: the price of a byte saved for backward that its plans should reckon with
         self.ns_per_byte = 0.0
+        #: what the program holds behind the graph's executions with them
+        self.gaps = Gaps()
 
 
 class PendingBackward:
@@ -184,6 +189,7 @@ class DeviceUsage:
     def __init__(self) -> None:
         self.holdings = ParameterMemory()
         self.results = LiveOutputs()
+        self.outside = OutsideTensors()
         self.ranks = RankMemory()
         self.spare = SpareRoom()
         self.pools: weakref.WeakSet[Pool] = weakref.WeakSet()
@@ -248,6 +254,10 @@ class DeviceUsage:
                 other.amid.add(entry)
         self.invalidate()
 
+    def waiting_forwards(self) -> int:
+        """The number of forwards that wait for their backward."""
+        return sum(len(entry.waiting()) for entry in self.entries())
+
     def invalidate(self) -> None:
         """Drop cached results, since something may have changed unnoticed."""
         self._found = None
@@ -289,6 +299,7 @@ class DeviceUsage:
         wanted_bytes: bytes held now if nothing moves. kept_bytes: the part that this run would save
         for backward. If that is a new maximum, the most wanted so far is scaled up in proportion.
         """
+        room_bytes = budget_bytes - self.outside.most_bytes
         together = {entry, *(e for e in self.entries() if e.waiting())}
         for one in together:
             one.most_wanted_bytes = max(one.most_wanted_bytes, wanted_bytes)
@@ -297,7 +308,7 @@ class DeviceUsage:
                 entry.most_wanted_bytes *= kept_bytes
                 entry.most_wanted_bytes //= entry.most_kept_bytes
             entry.most_kept_bytes = max(entry.most_kept_bytes, kept_bytes)
-            return entry.most_wanted_bytes > budget_bytes
+            return entry.most_wanted_bytes > room_bytes
         entry.most_kept_bytes = max(entry.most_kept_bytes, kept_bytes)
         return None
 

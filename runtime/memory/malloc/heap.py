@@ -60,6 +60,14 @@ class Guard(Protocol):
         """Bytes of blocks that lie outside of malloc's heap."""
         ...
 
+    def count(self) -> None:
+        """Count the bytes that this thread allocates from now on, less those that it frees."""
+        ...
+
+    def most_counted(self) -> int:
+        """The most that this came to."""
+        ...
+
     def give_back_places(self) -> None:
         """Return the pages of free places outside of malloc's heap."""
         ...
@@ -225,9 +233,11 @@ class Heap:
             return worth - held
         self.trim()
         self._left_bytes = left = self.resident_bytes()
-        # memory that trimming cannot return does not belong to the step: do not try it again
+        # trimming again would not help. Tensors over the budget concern this step only; what else
+        # cannot be returned does not belong to any step
         if left > limit and self._limit_bytes == limit:
-            self._other_bytes += left - limit
+            tensors_over = max(self.live_bytes() + self._other_bytes - limit, 0)
+            self._other_bytes += max(left - limit - tensors_over, 0)
             self._limit(left)
         return 0.0
 

@@ -99,23 +99,24 @@ class Places {
     return reinterpret_cast<void*>(begin);
   }
 
-  // False if the block is one of malloc's.
-  bool give(void* data) {
+  // Returns the bytes of the block, 0 if it is one of malloc's.
+  std::int64_t give(void* data) {
     const auto begin = reinterpret_cast<std::uintptr_t>(data);
-    if (begin < lowest_ || begin >= highest_) return false;
+    if (begin < lowest_ || begin >= highest_) return 0;
     std::lock_guard<std::mutex> alone(lock_);
     for (auto region = regions_.begin(); region != regions_.end(); ++region) {
       const auto found = region->taken.find(begin);
       if (found == region->taken.end()) continue;
-      live_bytes_ -= static_cast<std::int64_t>(found->second - begin);
+      const auto nbytes = static_cast<std::int64_t>(found->second - begin);
+      live_bytes_ -= nbytes;
       region->taken.erase(found);
       if (region->taken.empty() && (!placing_ || &*region != &regions_.back())) {
         munmap(reinterpret_cast<void*>(region->begin), region->nbytes);
         regions_.erase(region);
       }
-      return true;
+      return nbytes;
     }
-    return false;
+    return 0;
   }
 
   // Gives blocks these places from now on, kNone for none; blocks of one size are in the order of
@@ -315,6 +316,19 @@ Limit& limit() {
   return *only;
 }
 
+// The bytes that this thread has taken since it began to count, less those that it has given back,
+// and the most that this came to.
+struct Count {
+  std::int64_t now_bytes = 0, most_bytes = 0;
+
+  void add(std::int64_t nbytes) {
+    now_bytes += nbytes;
+    most_bytes = std::max(most_bytes, now_bytes);
+  }
+};
+
+thread_local Count count;
+
 void*& block_of(void* data) {
   return *reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(data) - kBefore);
 }
@@ -323,7 +337,11 @@ void give_back(void* data) {
   if (data == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(data);
   places().note(0, data);
-  if (!places().give(data)) std::free(block_of(data));
+  const std::int64_t placed_bytes = places().give(data);
+  if (placed_bytes != 0) return count.add(-placed_bytes);
+  void* block = block_of(data);
+  count.add(-static_cast<std::int64_t>(malloc_usable_size(block)));
+  std::free(block);
 }
 
 class PlainBlocks final : public c10::Allocator {
@@ -344,6 +362,7 @@ class PlainBlocks final : public c10::Allocator {
     if (void* placed = places().take(nbytes)) {
       limit().taken(placed, nbytes);
       places().note(nbytes, placed);
+      count.add(static_cast<std::int64_t>(nbytes));
       c10::profiledCPUMemoryReporter().New(placed, nbytes);
       return placed;
     }
@@ -359,6 +378,7 @@ class PlainBlocks final : public c10::Allocator {
     void* data = reinterpret_cast<void*>((first + kBorder - 1) & ~(kBorder - 1));
     block_of(data) = block;
     places().note(nbytes, data);
+    count.add(static_cast<std::int64_t>(malloc_usable_size(block)));
     c10::profiledCPUMemoryReporter().New(data, nbytes);
     return data;
   }
@@ -386,6 +406,10 @@ extern "C" std::int64_t offcompile_watch(std::int64_t limit_bytes, std::int64_t 
 
 extern "C" std::int64_t offcompile_trims() { return limit().trims; }
 extern "C" std::int64_t offcompile_trim_ns() { return limit().trim_ns; }
+
+// Has this thread count from now on, and tells the most that it has counted.
+extern "C" void offcompile_count() { count = Count(); }
+extern "C" std::int64_t offcompile_most_counted() { return count.most_bytes; }
 
 // Blocks of a step: what was recorded of them, and the places that they get (`Places`).
 extern "C" void offcompile_begin_step() { places().begin_step(); }

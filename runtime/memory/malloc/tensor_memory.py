@@ -115,7 +115,8 @@ class _Guard:
         for count in (library.offcompile_trims, library.offcompile_trim_ns):
             count.restype = ctypes.c_int64
         library.offcompile_placed_bytes.restype = ctypes.c_int64
-        library.offcompile_give_back_places.restype = None
+        library.offcompile_give_back_places.restype = library.offcompile_count.restype = None
+        library.offcompile_most_counted.restype = ctypes.c_int64
         library.offcompile_watch.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double)
         library.offcompile_watch.restype = ctypes.c_int64
 
@@ -130,6 +131,12 @@ class _Guard:
 
     def placed_bytes(self) -> int:
         return int(self._library.offcompile_placed_bytes())
+
+    def count(self) -> None:
+        self._library.offcompile_count()
+
+    def most_counted(self) -> int:
+        return int(self._library.offcompile_most_counted())
 
     def give_back_places(self) -> None:
         self._library.offcompile_give_back_places()

@@ -1,0 +1,160 @@
+"""Measures what the program itself holds between two graphs of a step, such as its loss.
+
+A loss in eager mode, or a module between compiled blocks, makes tensors of its own while the graphs'
+saved tensors wait for backward. They come out of the same budget, and no plan knows them. So the
+most that they come to is measured in each gap, from the end of one execution to the start of the
+next. Plans leave that much room at this place from then on, and so does the keeper, for which a
+gap that takes much is one more execution.
+
+On the CPU torch's allocator counts what this thread allocates (`tensor_memory`), in every gap. On a
+card its allocator has a peak that others may want to read, so only the first few gaps are measured.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.interface import Device
+from offcompile.runtime.device.streams import Streams
+from offcompile.runtime.memory.malloc.heap import Guard, heap
+from offcompile.runtime.moves.activation_cache import ActivationCache
+
+#: gaps of one kind whose largest counts
+RECENT_GAPS = 4
+#: gaps of one kind that are measured on a card
+MEASURED_ON_CARD = 3
+#: half and sizes of the execution before a gap
+Place: TypeAlias = tuple[str, tuple[int, ...]]
+
+
+class Gaps:
+    """The gaps behind the executions of one graph with one set of weights."""
+
+    __slots__ = ("_most",)
+
+    def __init__(self) -> None:
+        self._most: dict[Place, deque[int]] = {}
+
+    def most_bytes(self, place: Place) -> int:
+        """The most held in the recent gaps at this place."""
+        return max(self._most.get(place, ()), default=0)
+
+    def times(self, place: Place) -> int:
+        """How often it was measured lately."""
+        return len(self._most.get(place, ()))
+
+    def note(self, place: Place, nbytes: int) -> None:
+        self._most.setdefault(place, deque(maxlen=RECENT_GAPS)).append(nbytes)
+
+
+class _Meter(ABC):
+    """Measures the most that is allocated since `begin`, beyond what there was then."""
+
+    @abstractmethod
+    def begin(self) -> None: ...
+
+    @abstractmethod
+    def most_bytes(self) -> int: ...
+
+
+class _HeapMeter(_Meter):
+    """Counts what this thread takes from malloc: lanes, which fill the keeper, have their own."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard, self._thread = guard, 0
+        self.begin()
+
+    def begin(self) -> None:
+        self._thread = threading.get_ident()
+        self._guard.count()
+
+    def most_bytes(self) -> int:
+        return self._guard.most_counted() if threading.get_ident() == self._thread else 0
+
+
+class _CardMeter(_Meter):
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self._began_bytes = streams, 0
+        self.begin()
+
+    def begin(self) -> None:
+        self._streams.reset_peak()
+        self._began_bytes = self._streams.memory().allocated_bytes
+
+    def most_bytes(self) -> int:
+        return self._streams.memory().peak_allocated_bytes - self._began_bytes
+
+
+def _meter(device: Device, times: int) -> _Meter | None:
+    """Begin to measure; None if that cannot be, or if a place was measured often enough."""
+    if isinstance(device, CudaDevice):
+        return _CardMeter(device.streams) if times < MEASURED_ON_CARD else None
+    guard = heap().guard
+    return None if guard is None else _HeapMeter(guard)
+
+
+@dataclass(eq=False)
+class _Gap:
+    """The gap that lasts. `paused`: the keeper for which it is an execution."""
+
+    gaps: Gaps
+    place: Place
+    meter: _Meter | None
+    paused: weakref.ref[ActivationCache] | None
+
+
+class OutsideTensors:
+    """Measures the gaps between the executions on one device."""
+
+    def __init__(self) -> None:
+        self._gap: _Gap | None = None
+        #: the most held in a gap of this step so far, and of the last ones
+        self._now_bytes = 0
+        self._steps: deque[int] = deque((0,), maxlen=RECENT_GAPS)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most held in a gap of this step and the last ones."""
+        return max(self._now_bytes, *self._steps)
+
+    def begins(self, gaps: Gaps, place: Place, device: Device) -> None:
+        """Begin a gap in a step, behind an execution."""
+        self._gap = _Gap(gaps, place, _meter(device, gaps.times(place)), None)
+
+    def pauses(
+        self, keeper: ActivationCache, name: Hashable, room_bytes: int, backward: bool
+    ) -> None:
+        """Begin a gap that takes so much that it is an execution for the keeper, which holds no
+        more than `room_bytes` meanwhile."""
+        keeper.enter(name, room_bytes, backward=backward)
+        assert self._gap is not None
+        self._gap.paused = weakref.ref(keeper)
+        if self._gap.meter is not None:
+            self._gap.meter.begin()
+
+    def ends(self, in_step: bool = True) -> None:
+        """End the gap: an execution begins, in the same step or in the next."""
+        gap, self._gap = self._gap, None
+        if gap is not None:
+            if in_step and gap.meter is not None:
+                nbytes = gap.meter.most_bytes()
+                gap.gaps.note(gap.place, nbytes)
+                self._now_bytes = max(self._now_bytes, nbytes)
+            keeper = None if gap.paused is None else gap.paused()
+            if keeper is not None:
+                keeper.leave()
+        if not in_step:
+            self._steps.append(self._now_bytes)
+            self._now_bytes = 0
+
+    def spoil(self) -> None:
+        """Do not measure the gap that lasts: a graph is compiled in it, which takes memory once."""
+        if self._gap is not None:
+            self._gap.meter = None
