@@ -7,7 +7,8 @@ its gradients would not fit either. The third is planned again in training, when
 much it may keep for backward. The planner sees the memory of the others as an op at the turn, or at
 the end, whose workspace is the whole budget except the bytes that cannot leave or may stay. So
 every policy and the verifier treat it like any other op. These ops are removed before anything
-runs.
+runs. What the program itself holds between forward and backward, such as its loss, is such an op,
+too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from .fit_budget import Decided, Holes, PlanSearch, fit_budget
 from .floors import floors_by_run
 from .order import Order, RunStep
 from .replay import worst_case
+
+Decide = Callable[[Problem], Decided]
 
 
 def decide_emptied(
@@ -96,16 +99,32 @@ def with_others_at(
 ) -> tuple[Problem, str]:
     """Inserts an op before the one at `at` that leaves room only for the tensors that cannot
     leave; returns the problem and the op's name."""
+    empty, name = _with_op_at(problem, at, phase, 0)
+    stands = floors_by_run(empty, machine_for)[name]
+    return _with_op_at(problem, at, phase, max(0, capacity_bytes - stands))
+
+
+def with_outside(problem: Problem, nbytes: int) -> Problem:
+    """Inserts an op at the turn that takes so much: what the program itself holds between forward
+    and backward. A problem without a backward stays the same."""
+    if not nbytes or not any(op.phase == BACKWARD for op in problem.ops):
+        return problem
+    return _with_op_at(problem, _turn(problem), FORWARD, nbytes)[0]
+
+
+def decide_beside(nbytes: int, problem: Problem, decide: Decide) -> Decided:
+    """Decide on a plan that leaves so much to the program itself between forward and backward."""
+    whole = with_outside(problem, nbytes)
+    added = [op.id for op in whole.ops if op.id not in problem.op]
+    return _without(added, whole, problem, decide(whole)) if added else decide(problem)
+
+
+def _with_op_at(problem: Problem, at: int, phase: str, nbytes: int) -> tuple[Problem, str]:
     name = "others"
     while name in problem.op or name in problem.tensor:
         name += "'"
-
-    def made(workspace_bytes: int) -> Problem:
-        others = Op(name, phase, 0.0, workspace_bytes=workspace_bytes)
-        return replace(problem, ops=(*problem.ops[:at], others, *problem.ops[at:]))
-
-    stands = floors_by_run(made(0), machine_for)[name]
-    return made(max(0, capacity_bytes - stands)), name
+    others = Op(name, phase, 0.0, workspace_bytes=nbytes)
+    return replace(problem, ops=(*problem.ops[:at], others, *problem.ops[at:])), name
 
 
 def _without(gone: list[str], emptied: Problem, problem: Problem, found: Decided) -> Decided:

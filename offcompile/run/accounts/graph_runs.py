@@ -32,8 +32,8 @@ from .hole_reserve import HoleReserve
 from .step_plan import Ran, StepPlanner
 from .usage import DeviceUsage, GraphUsage, ParameterSet
 
-#: gaps between executions are executions of their own for the keeper if the program takes this share
-#: of the budget meanwhile
+#: a gap between executions is one itself for the keeper if the program takes this share of the
+#: budget meanwhile
 WORTH_PAUSE = 1 / 64
 #: least share for the keeper of the room beside a run, however much is reserved for holes
 KEEPER_SHARE = 3 / 8
@@ -154,6 +154,7 @@ class GraphRuns:
         counts_saved: Collection[str],
     ) -> Iterator[Room | None]:
         """Bound what keepers hold during an execution. See `running`."""
+        assert self.budget_bytes is not None
         _, phase, binding, sizes = execution
         keepers = self._keepers()
         keepers.pop(self.settings.key, None)

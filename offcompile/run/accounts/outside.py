@@ -1,9 +1,9 @@
 """Measures what the program itself holds between two graphs of a step, such as its loss.
 
-A loss in eager mode, or a module between compiled blocks, makes tensors of its own while the graphs'
-saved tensors wait for backward. They come out of the same budget, and no plan knows them. So the
-most that they come to is measured in each gap, from the end of one execution to the start of the
-next. Plans leave that much room at this place from then on, and so does the keeper, for which a
+A loss in eager mode, or a module between compiled blocks, makes tensors of its own while what
+graphs have saved waits for backward. They come out of the same budget, and no plan knows them. So
+the most that they come to is measured in each gap, from the end of one execution to the start of
+the next. Plans leave that much room at this place from then on, and so does the keeper, for which a
 gap that takes much is one more execution.
 
 On the CPU torch's allocator counts what this thread allocates (`tensor_memory`), in every gap. On a
@@ -17,7 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from offcompile.runtime.device.cuda.device import CudaDevice
@@ -144,9 +144,9 @@ class OutsideTensors:
         gap, self._gap = self._gap, None
         if gap is not None:
             if in_step and gap.meter is not None:
-                nbytes = gap.meter.most_bytes()
-                gap.gaps.note(gap.place, nbytes)
-                self._now_bytes = max(self._now_bytes, nbytes)
+                gap.gaps.note(gap.place, gap.meter.most_bytes())
+            if in_step:
+                self._now_bytes = max(self._now_bytes, gap.gaps.most_bytes(gap.place))
             keeper = None if gap.paused is None else gap.paused()
             if keeper is not None:
                 keeper.leave()

@@ -46,6 +46,8 @@ class PlanKind(NamedTuple):
     #: the price of a byte that is saved, if everything must be able to leave: ops that cost less
     #: run again
     ns_per_byte: float = 0.0
+    #: bytes that the program itself holds between forward and backward
+    outside_bytes: int = 0
 
     @property
     def is_usual(self) -> bool:

@@ -14,7 +14,7 @@ from offcompile.ir.units import show_bytes
 from offcompile.machine.hardware import DISK
 from offcompile.machine.in_place import InPlace
 from offcompile.passes.select.pinned_weights import without_room_on_host
-from offcompile.planning.empty_turn import decide_emptied, keeping_at_most
+from offcompile.planning import empty_turn
 from offcompile.planning.fit_budget import (
     NO_LOSS,
     NOTHING_KNOWN,
@@ -65,6 +65,7 @@ class GraphPlanner:
         budget, source = self.budget(), self.source
         if budget is None:
             return False
+        problem = empty_turn.with_outside(problem, self.request.kind.outside_bytes)
         return fits_as_it_is(problem, source.machine, budget - source.target.library_bytes)
 
     def decide(
@@ -99,16 +100,18 @@ class GraphPlanner:
             known,
         )
         kind, held_bytes = self.request.kind, self.request.held_bytes
-        if budget is None:
-            return fit_budget(problem, search, None, held_bytes, None, may_fit, worth_us)
-        offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
-        if kind.offload_saved or offload_gradients:
-            return decide_emptied(problem, search, budget, kind.offload_saved, offload_gradients)
-        holes = self._holes(problem, budget)
-        made = fit_budget(problem, search, budget, held_bytes, holes, may_fit, worth_us)
-        if kind.keeps_bytes is None:
+        gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
+        if budget is not None and (kind.offload_saved or gradients):
+            return empty_turn.decide_emptied(problem, search, budget, kind.offload_saved, gradients)
+
+        def fitted(whole: Problem) -> Decided:
+            holes = None if budget is None else self._holes(whole, budget)
+            return fit_budget(whole, search, budget, held_bytes, holes, may_fit, worth_us)
+
+        made = empty_turn.decide_beside(kind.outside_bytes, problem, fitted)
+        if budget is None or kind.keeps_bytes is None:
             return made
-        return keeping_at_most(kind.keeps_bytes, problem, search, budget, made)
+        return empty_turn.keeping_at_most(kind.keeps_bytes, problem, search, budget, made)
 
     def host_bytes(self) -> int | None:
         """Bytes of the host tier that other calls leave to this graph; None: no limit."""

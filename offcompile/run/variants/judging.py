@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offcompile.ir import Infeasible
+from offcompile.ir import FORWARD, Infeasible
 from offcompile.ir.units import show_bytes
 from offcompile.report.log import log_decision, warn
 from offcompile.run.accounts.other_optimizers import states_beside
@@ -25,6 +25,8 @@ FIRST_BALLOT = 4
 SECOND_CALL = 2
 #: the first by which refused offers of gradients are known to be refused for good
 OFFERS_KNOWN = 6
+#: what the program holds itself is planned for in steps of one such part of the budget
+OUTSIDE_PARTS = 64
 #: an excess over the budget counts in such steps
 OVER_STEP_BYTES = 1 << 20
 #: plans leave no more than this part of the budget free for what runs took beyond it
@@ -40,6 +42,7 @@ def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
         _tell_of_states(plans, variant, call)
     if plans.facts.runs.over_bytes:
         variant = _within_budget(plans, variant, call)
+    variant = _with_room_outside(plans, variant, call)
     if plans.calls == OFFERS_KNOWN and variant.offers and not plans.agreement.planned_together:
         variant = _without_refused(plans, variant, call)
     if plans.agreement.planned_together:
@@ -89,6 +92,44 @@ def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
             plans.variants.remove(variant)
             return made
     warn(f"{runs.name}: {found}. Set memory to {show_bytes(budget - over)} to stay within it.")
+    return variant
+
+
+def _with_room_outside(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Return a plan that leaves room for what the program itself held between forward and backward
+    the last times, such as its loss and the gradient of it."""
+    runs, profile = plans.facts.runs, plans.facts.profile
+    took = call.parameters.gaps.most_bytes((FORWARD, call.sizes))
+    budget = runs.budget_bytes
+    if budget is None or runs.entry.in_turn or not variant.kind.is_usual:
+        return variant
+    needs = variant.needs_at(call.sizes)
+    held = plans.held(call) + needs.standing_bytes + needs.kept_bytes
+    over, before = held + took - budget, plans.outside_bytes
+    part = max(1, budget // OUTSIDE_PARTS)
+    kind = variant.kind._replace(outside_bytes=round_up(took, part))
+    known = kind.outside_bytes <= variant.kind.outside_bytes or kind in plans.in_vain
+    if over <= 0 or took < part or known:
+        return variant
+    found = f"between forward and backward the program itself held {show_bytes(took)}, for its loss"
+    found += f" or other tensors of its own: {show_bytes(over)} more than the budget left"
+    if not plans.agreement.planned_together:
+        plans.outside_bytes = kind.outside_bytes
+        plans.look_at_weights(call)
+        try:
+            made = plans.make_again(call, kind)
+        except Infeasible:  # told below
+            plans.outside_bytes = before
+        else:
+            profile.note(f"{found}; planned again with that much room")
+            log_decision(runs.name, profile.said[-1])
+            plans.variants.remove(variant)
+            return made
+    plans.in_vain.add(kind)
+    warn(
+        f"{runs.name}: {found}. Set memory to {show_bytes(budget + over)}, or move the"
+        " loss into the compiled function."
+    )
     return variant
 
 

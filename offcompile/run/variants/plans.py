@@ -166,6 +166,8 @@ class Plans:
     lacking_bytes: int = 0
     #: bytes of the copies of inputs and outputs that a captured step has
     copies_bytes: int = 0
+    #: bytes that plans leave to the program itself between forward and backward
+    outside_bytes: int = 0
     #: calls so far that were judged
     calls: int = 0
     #: True if a step has shown what the plan does not know of, and nothing was decided since
@@ -195,6 +197,8 @@ class Plans:
                 " or what is held beside it, do not fit. Give a larger budget, pad inputs to fewer"
                 " lengths, or use memory='minimum'."
             )
+        if kind.is_usual:
+            kind = kind._replace(outside_bytes=self.outside_bytes)
         sizes = dict(zip(facts.symbols, call.sizes, strict=True)) if call.sizes else {}
         request = PlanRequest(
             self._next_name(),
