@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.ir import BACKWARD, HOST
-from offcompile.planning.footprint import bytes_of, standing_in
+from offcompile.planning.footprint import Footprint, bytes_of, standing_in
 from offcompile.run.accounts.graph_runs import GraphRuns, Room
 from offcompile.run.accounts.live_outputs import LiveOutputs
 from offcompile.run.running_step import RunningHalf
@@ -56,12 +56,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         self: GraphRuns,
         phase: str,
         arguments: Sequence[Any],
-        peak_at: Callable[[tuple[int, ...]], int],
+        needs_at: Callable[[tuple[int, ...]], Footprint],
         *how: bool,
     ) -> Iterator[Room | None]:
-        with running(self, phase, arguments, peak_at, *how) as room:
+        with running(self, phase, arguments, needs_at, *how) as room:
             sizes = self.sizes if room is None else room.sizes
-            peak = peak_at(sizes)
+            peak = needs_at(sizes).peak_bytes
             binding = self.forward_of(arguments)[0] if phase == BACKWARD else self.binding
             beside = self.usage.held_beside(self.entry, binding).now
             if phase == BACKWARD:  # its own plan counts what its forward left

@@ -255,7 +255,7 @@ print(most / MIB, h.trims - before, h.trim_ns > 0)
 """
     )
     most, trims, timed = forked(code).split()
-    assert 57 <= float(most) <= 63  # 57 live at once
+    assert 56 <= float(most) <= 63  # 57 live at once, some of them where there were pages before
     assert 1 <= int(trims) <= 24 and timed == "True"
 
 

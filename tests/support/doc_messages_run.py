@@ -77,6 +77,35 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return said[0]
 
 
+@says("between forward and backward the program itself held …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.planning.footprint import Footprint
+    from offcompile.run.plan.contract import USUAL
+    from offcompile.run.variants import judging
+
+    said: list[str] = []
+    patch.setattr(judging, "warn", said.append)
+    entry = SimpleNamespace(in_turn=False)
+    plans: Any = SimpleNamespace(
+        facts=SimpleNamespace(
+            runs=SimpleNamespace(name="graph 0", budget_bytes=64 << 20, entry=entry), profile=None
+        ),
+        agreement=SimpleNamespace(planned_together=True),
+        outside_bytes=0,
+        in_vain=set(),
+        held=lambda call: 0,
+    )
+    needs = Footprint(standing_bytes=8 << 20, peak_bytes=60 << 20, kept_bytes=40 << 20)
+    variant: Any = SimpleNamespace(kind=USUAL, needs_at=lambda sizes: needs)
+    peaks = SimpleNamespace(most_bytes=lambda place: 24 << 20, times=lambda place: 4)
+    call: Any = SimpleNamespace(sizes=(), parameters=SimpleNamespace(gap_peaks=peaks))
+    assert judging._with_room_outside(plans, variant, call) is variant
+    assert judging._with_room_outside(plans, variant, call) is variant
+    (told_once,) = said
+    assert "held 25,165,824 bytes (24.00 MiB)" in told_once and "(72.00 MiB)" in told_once
+    return told_once
+
+
 @says("This tensor was moved by the parent process before fork()")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from offcompile.runtime.moves.mover import Mover

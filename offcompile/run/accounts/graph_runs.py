@@ -29,7 +29,7 @@ from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for, runt
 from offcompile.runtime.moves.saved import Saved
 
 from .hole_reserve import HoleReserve
-from .step_plan import Ran, StepPlanner
+from .step_plan import AFTER, Ran, StepPlanner, graph_runs
 from .usage import DeviceUsage, GraphUsage, ParameterSet
 
 #: a gap between executions is one itself for the keeper if the program takes this share of the
@@ -128,7 +128,7 @@ class GraphRuns:
             yield room
         # a backward still waits until it is over
         if phase == FORWARD or (phase == BACKWARD and waiting > 1):
-            outside.begins(binding.gaps, (phase, sizes), runtime_for(self.settings.key).device)
+            outside.begins(binding.gap_peaks, (phase, sizes), runtime_for(self.settings.key).device)
             if room is not None and keeper is not None:
                 self._leave_room_outside(execution, needs_at(sizes), room, keeper)
 
@@ -206,7 +206,7 @@ class GraphRuns:
         """Leave the program the room that it took the last times, if that is much."""
         assert self.budget_bytes is not None
         name, phase, binding, sizes = execution
-        took_bytes = binding.gaps.most_bytes((phase, sizes))
+        took_bytes = binding.gap_peaks.most_bytes((phase, sizes))
         if took_bytes < self.budget_bytes * WORTH_PAUSE:
             return
         limit = room.kept_limit_bytes - took_bytes
@@ -214,7 +214,7 @@ class GraphRuns:
             limit += needs.peak_bytes - needs.standing_bytes - needs.kept_bytes
         self.usage.outside.pauses(
             keeper,
-            (name, f"after {phase}", binding, sizes),
+            (name, AFTER + phase, binding, sizes),
             _keeps(max(0, limit), self.reserve.nbytes),
             phase == BACKWARD,
         )
@@ -295,6 +295,6 @@ def _planned(keeper: ActivationCache) -> str:
         return ""
     saved_bytes = sum(map(table.step.nbytes, table.step.wanted))
     return (
-        f"; a step of {len(table.step.executions)} executions is planned as one:"
+        f"; a step of {graph_runs(table.step)} executions is planned as one:"
         f" {show_bytes(table.moved_bytes)} of {show_bytes(saved_bytes)} leave"
     )

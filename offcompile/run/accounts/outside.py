@@ -34,8 +34,8 @@ MEASURED_ON_CARD = 3
 Place: TypeAlias = tuple[str, tuple[int, ...]]
 
 
-class Gaps:
-    """The gaps behind the executions of one graph with one set of weights."""
+class GapPeaks:
+    """The most held in the gaps behind the executions of one graph with one set of weights."""
 
     __slots__ = ("_most",)
 
@@ -104,7 +104,7 @@ def _meter(device: Device, times: int) -> _Meter | None:
 class _Gap:
     """The gap that lasts. `paused`: the keeper for which it is an execution."""
 
-    gaps: Gaps
+    peaks: GapPeaks
     place: Place
     meter: _Meter | None
     paused: weakref.ref[ActivationCache] | None
@@ -124,9 +124,9 @@ class OutsideTensors:
         """The most held in a gap of this step and the last ones."""
         return max(self._now_bytes, *self._steps)
 
-    def begins(self, gaps: Gaps, place: Place, device: Device) -> None:
+    def begins(self, peaks: GapPeaks, place: Place, device: Device) -> None:
         """Begin a gap in a step, behind an execution."""
-        self._gap = _Gap(gaps, place, _meter(device, gaps.times(place)), None)
+        self._gap = _Gap(peaks, place, _meter(device, peaks.times(place)), None)
 
     def pauses(
         self, keeper: ActivationCache, name: Hashable, room_bytes: int, backward: bool
@@ -144,9 +144,9 @@ class OutsideTensors:
         gap, self._gap = self._gap, None
         if gap is not None:
             if in_step and gap.meter is not None:
-                gap.gaps.note(gap.place, gap.meter.most_bytes())
+                gap.peaks.note(gap.place, gap.meter.most_bytes())
             if in_step:
-                self._now_bytes = max(self._now_bytes, gap.gaps.most_bytes(gap.place))
+                self._now_bytes = max(self._now_bytes, gap.peaks.most_bytes(gap.place))
             keeper = None if gap.paused is None else gap.paused()
             if keeper is not None:
                 keeper.leave()

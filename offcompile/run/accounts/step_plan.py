@@ -36,6 +36,8 @@ LIGHTER_GAIN = 1 / 200
 SHARES = (3 / 4, 1 / 2, 1 / 4)
 
 US_PER_MS = 1000
+#: begins the phase of a gap that counts as an execution (`outside`)
+AFTER = "after "
 #: the name of an execution: graph, phase, parameters and sizes
 Ran = tuple[str, str, ParameterSet, tuple[int, ...]]
 _Choice = dict[ParameterSet, Lighter]
@@ -74,7 +76,7 @@ class StepPlanner:
         table = self.planned.table
         log.info(
             "%d graph executions planned as one step: %s leave the device of %s saved between them",
-            len(step.executions),
+            graph_runs(step),
             show_bytes(table.moved_bytes),
             show_bytes(sum(map(step.nbytes, step.wanted))),
         )
@@ -155,6 +157,11 @@ class _Graphs:
                 if cheap:
                     chosen[parameters] = cheap[-1]
             yield chosen
+
+
+def graph_runs(step: RecordedStep) -> int:
+    """The number of executions that are runs of graphs, and not gaps between them."""
+    return sum(not cast("Ran", name)[1].startswith(AFTER) for name in step.names)
 
 
 def _ways_of(parameters: ParameterSet) -> Sequence[Lighter]:

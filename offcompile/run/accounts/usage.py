@@ -29,7 +29,7 @@ from offcompile.runtime.states.updates import (
 
 from .hole_reserve import HoleReserve
 from .live_outputs import LiveOutputs
-from .outside import Gaps, OutsideTensors
+from .outside import GapPeaks, OutsideTensors
 from .parameter_memory import ParameterMemory
 from .rank_memory import RankMemory
 from .spare_room import SpareRoom
@@ -39,7 +39,8 @@ class ParameterSet:
     """The ids of the parameters that a graph is called with. Compares by identity."""
 
     __slots__ = (
-        *("__weakref__", "gaps", "host_bytes", "ids", "in_order", "lighter", "ns_per_byte", "ran"),
+        *("__weakref__", "gap_peaks", "host_bytes", "ids", "in_order", "lighter"),
+        *("ns_per_byte", "ran"),
     )
 
     def __init__(self, ids: tuple[int, ...]) -> None:
@@ -52,8 +53,8 @@ class ParameterSet:
         self.lighter: Callable[[], Callable[[], Sequence[Lighter]] | None] = lambda: None
         #: the price of a byte saved for backward that its plans should reckon with
         self.ns_per_byte = 0.0
-        #: what the program holds behind the graph's executions with them
-        self.gaps = Gaps()
+        #: the most that the program holds behind the graph's executions with them
+        self.gap_peaks = GapPeaks()
 
 
 class PendingBackward:

@@ -27,6 +27,8 @@ SECOND_CALL = 2
 OFFERS_KNOWN = 6
 #: what the program holds itself is planned for in steps of one such part of the budget
 OUTSIDE_PARTS = 64
+#: and once it was measured so many times
+OFTEN_ENOUGH = 2
 #: an excess over the budget counts in such steps
 OVER_STEP_BYTES = 1 << 20
 #: plans leave no more than this part of the budget free for what runs took beyond it
@@ -99,8 +101,8 @@ def _with_room_outside(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return a plan that leaves room for what the program itself held between forward and backward
     the last times, such as its loss and the gradient of it."""
     runs, profile = plans.facts.runs, plans.facts.profile
-    took = call.parameters.gaps.most_bytes((FORWARD, call.sizes))
-    budget = runs.budget_bytes
+    place, peaks = (FORWARD, call.sizes), call.parameters.gap_peaks
+    took, budget = peaks.most_bytes(place), runs.budget_bytes
     if budget is None or runs.entry.in_turn or not variant.kind.is_usual:
         return variant
     needs = variant.needs_at(call.sizes)
@@ -108,8 +110,9 @@ def _with_room_outside(plans: Plans, variant: Variant, call: Call) -> Variant:
     over, before = held + took - budget, plans.outside_bytes
     part = max(1, budget // OUTSIDE_PARTS)
     kind = variant.kind._replace(outside_bytes=round_up(took, part))
-    known = kind.outside_bytes <= variant.kind.outside_bytes or kind in plans.in_vain
-    if over <= 0 or took < part or known:
+    known = kind.outside_bytes <= variant.kind.outside_bytes
+    known |= any(other.outside_bytes for other in plans.in_vain)
+    if known or over <= 0 or took < part or peaks.times(place) < OFTEN_ENOUGH:
         return variant
     found = f"between forward and backward the program itself held {show_bytes(took)}, for its loss"
     found += f" or other tensors of its own: {show_bytes(over)} more than the budget left"
