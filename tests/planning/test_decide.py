@@ -11,6 +11,7 @@ from chains import link
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.passes.build.gaps import MOST_CELLS
 from offcompile.planning import plan_cache
+from offcompile.planning.empty_turn import decide_beside
 from offcompile.planning.fit_budget import (
     LONG_SHARE,
     SHORT_SHARE,
@@ -116,6 +117,29 @@ def test_the_floor_and_what_fits_leave_no_holes() -> None:
     assert decided(None, FAST).holes_bytes == 0
     everything = decided(LAYERS * 4 * MIB, FAST)
     assert everything.fits and everything.holes_bytes == 0
+
+
+def test_a_plan_leaves_room_for_what_the_program_holds_between_forward_and_backward() -> None:
+    whole, outside, budget = LAYERS * 4 * MIB, 16 * MIB, LAYERS * 4 * MIB + 2 * MIB
+
+    def fit(problem: Problem) -> Decided:
+        return fit_budget(problem, search(FAST), budget, holes=Holes(0), may_fit=True)
+
+    alone, beside = decide_beside(0, chain(), fit), decide_beside(outside, chain(), fit)
+    assert alone.fits and alone == fit(chain())
+    sizes = {t.id: t.nbytes for t in chain().tensors}
+    assert beside.kept is not None and not beside.fits
+    assert whole - 20 * MIB <= sum(map(sizes.__getitem__, beside.kept)) <= budget - outside
+    assert {op.id for op in chain().ops} >= {m.start_after for m in beside.result.plan.moves}
+
+
+def test_a_step_with_room_for_that_stays_as_it_is() -> None:
+    def fit(problem: Problem) -> Decided:
+        return fit_budget(problem, search(FAST), 64 * MIB, holes=Holes(0), may_fit=True)
+
+    found = decide_beside(16 * MIB, chain(), fit)
+    assert found.fits and not found.result.plan.moves
+    assert found.order == fit(chain()).order
 
 
 def test_what_libraries_hold_counts_where_nothing_moves() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from hand_sgd import step_by_hand
 from torch import Tensor, nn
 
 import offcompile
+from offcompile.run.accounts.outside import MEASURED_ON_CARD, GapPeaks, OutsideTensors
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.streams import MemoryUse
 from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import close_all
 
@@ -167,6 +171,46 @@ def test_where_no_plan_leaves_that_much_room_one_warning_names_a_budget_that_doe
     assert mine == losses
     (told,) = [m for m in caplog.messages if "the program itself held" in m]
     assert "Set memory to" in told
+
+
+class FakeStreams:
+    """A card's allocator that has given out `now_bytes`, and `peak_bytes` since the last reset."""
+
+    now_bytes = peak_bytes = resets = 0
+
+    def reset_peak(self) -> None:
+        self.resets += 1
+        self.peak_bytes = self.now_bytes
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(self.now_bytes, self.peak_bytes, 0)
+
+
+def test_on_a_card_few_gaps_are_measured_and_their_most_goes_on_to_count() -> None:
+    streams = FakeStreams()
+    card: Any = CudaDevice.__new__(CudaDevice)
+    card.streams = streams
+    device, peaks, place = OutsideTensors(), GapPeaks(), ("forward", ())
+    for step in range(8):
+        device.ends(in_step=False)
+        device.begins(peaks, place, card)
+        streams.peak_bytes = streams.now_bytes + (step + 1) * MIB
+        device.ends(in_step=True)
+    assert streams.resets == MEASURED_ON_CARD
+    assert peaks.most_bytes(place) == device.most_bytes == MEASURED_ON_CARD * MIB
+
+
+def test_a_gap_in_which_a_graph_is_compiled_and_one_between_steps_do_not_count() -> None:
+    card: Any = CudaDevice.__new__(CudaDevice)
+    card.streams = streams = FakeStreams()
+    device, peaks, place = OutsideTensors(), GapPeaks(), ("forward", ())
+    for spoil, in_step in ((True, True), (False, False)):
+        device.begins(peaks, place, card)
+        streams.peak_bytes += MIB
+        if spoil:
+            device.spoil()
+        device.ends(in_step)
+    assert peaks.times(place) == device.most_bytes == 0
 
 
 def test_a_step_that_has_room_for_its_loss_stays_as_it_is(

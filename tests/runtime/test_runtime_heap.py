@@ -146,6 +146,23 @@ print(h.trims)
     assert trims <= 20  # one per few MiB that came, and then silence
 
 
+def test_tensors_over_the_budget_of_a_step_do_not_raise_that_of_the_next() -> None:
+    before, after = in_a_process(
+        SETUP
+        + """
+def limit_of_a_step(blocks):
+    h.begin(0, 16 << 20)
+    most = h._limit_bytes - h.live_bytes()
+    live = take(blocks); h.check()
+    h.end()
+    return most
+limits = [limit_of_a_step(n) for n in (0, 0, 0, 8, 8, 0)]
+print(limits[2], limits[-1])
+"""
+    )
+    assert abs(after - before) <= MIB
+
+
 def test_what_compiling_leaves_behind_is_not_held_against_later_steps() -> None:
     first, second, third, rested = in_a_process(
         SETUP

@@ -307,6 +307,26 @@ print(held < 64 * MIB, grown > 64 * MIB, free < 256 * MIB, gone == 0)
     assert set(forked(code).split()) == {"True"}
 
 
+def test_the_most_that_this_thread_has_taken_since_it_began_to_count(forked: Forked) -> None:
+    code = (
+        SETUP
+        + """
+before = torch.ones(4 * MIB)
+guard = heap().guard
+guard.count()
+first = torch.ones(2 * MIB); del first
+other = []
+thread = threading.Thread(target=lambda: other.append(torch.ones(8 * MIB)))
+thread.start(); thread.join()
+second = torch.ones(MIB // 4); del before; third = torch.ones(MIB)
+most = guard.most_counted()
+guard.count()
+print(most // MIB, guard.most_counted())
+"""
+    )
+    assert forked(code) == "8 0"
+
+
 def test_between_steps_nothing_goes_back(forked: Forked) -> None:
     code = (
         LIMITED
