@@ -18,12 +18,19 @@ from benchmarks.turns import LOWERINGS, MIB, Child, loss_line, machine, ratio, r
 #: steps of ours before the rounds: some plans are made anew after 7 and after 20 steps, and blocks
 #: get their places 4 steps later
 SETTLING = 28
+#: other ways of compiling → heading and models
+WAYS = {
+    "layers": ("aot_eager, layers compiled one by one", ("gpt2", "llama", "vit")),
+    "outside": ("aot_eager, the loss outside of the compiled model", ("gpt2", "llama", "bert")),
+}
 RESULT = Path(__file__).parent / "results" / "models.md"
 
 
-def measure(case: str, lowering: str, rounds: int) -> list[Child]:
-    """All variants of one model and lowering, warmed up one by one and then run in turn."""
+def measure(case: str, lowering: str, way: str, rounds: int) -> list[Child]:
+    """All variants of one model and lowering, warmed up one by one and then run in turn. way: see
+    `WAYS`."""
     children: list[Child] = []
+    ours = "blocks" if way else "ours"
 
     def start(name: str, kind: str, memory: int | None = None) -> Child:
         task = {
@@ -34,7 +41,9 @@ def measure(case: str, lowering: str, rounds: int) -> list[Child]:
             "spill": None,
             "quick": False,
             "returns_freed": False,
-            "settling": SETTLING if kind == "ours" else 2,
+            "settling": SETTLING if kind == ours else 2,
+            "way": way,
+            "each": bool(way),
         }
         child = Child(name, task, module="benchmarks.models")
         children.append(child)
@@ -48,8 +57,8 @@ def measure(case: str, lowering: str, rounds: int) -> list[Child]:
     try:
         plain = start("plain", "plain")
         same = peak_bytes(start("checkpointing", "checkpoint")) - OVERHEAD_BYTES
-        start("ours, checkpointing's memory", "ours", same)
-        start("ours, half of plain's", "ours", peak_bytes(plain) // 2 - OVERHEAD_BYTES)
+        start("ours, checkpointing's memory", ours, same)
+        start("ours, half of plain's", ours, peak_bytes(plain) // 2 - OVERHEAD_BYTES)
         run_in_turn(children, rounds)
     finally:
         for child in children:
@@ -71,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append")
     parser.add_argument("--lowering", choices=LOWERINGS, action="append")
+    parser.add_argument("--way", choices=("", *WAYS), action="append")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -81,20 +91,23 @@ def main() -> None:
         models_child.serve_library(json.loads(asked.child))
         return
     sections: list[str] = []
-    for lowering in asked.lowering or LOWERINGS:
+    for way, lowering in [("", low) for low in LOWERINGS] + [(way, LOWERINGS[0]) for way in WAYS]:
+        if lowering not in (asked.lowering or LOWERINGS) or way not in (asked.way or ("", *WAYS)):
+            continue
+        head, cases = WAYS.get(way, (lowering, tuple(models_child.CASES)))
         rows, lines = [], []
-        for name in asked.case or models_child.CASES:
+        for name in asked.case or cases:
             title = models_child.CASES[name].title
-            print(f"{title}; {lowering}", file=sys.stderr, flush=True)
-            children = measure(name, lowering, asked.rounds)
+            print(f"{title}; {head}", file=sys.stderr, flush=True)
+            children = measure(name, lowering, way, asked.rounds)
             rows.append(row(title, children))
             lines.append(loss_line(children))
             print(rows[-1], lines[-1], file=sys.stderr, flush=True)
-            whole = [f"## {lowering}", "", HEAD, *rows, "", *dict.fromkeys(lines), ""]
+            whole = [f"## {head}", "", HEAD, *rows, "", *dict.fromkeys(lines), ""]
             found = "\n".join([*sections, *whole])
             text = TEXT.format(rounds=asked.rounds, sections=found, machine=machine())
-            if not asked.case:  # a run of an hour keeps what it has measured
-                RESULT.write_text(text)
+            if not (asked.case or asked.lowering or asked.way):
+                RESULT.write_text(text)  # a run of an hour keeps what it has measured
         sections += whole
     print(text)
 

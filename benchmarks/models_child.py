@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .activations_child import serve
 
+#: ways of compiling, besides the whole model with its loss
+LAYERS, OUTSIDE = "layers", "outside"
 WORDS = 8000
 CLASSES = 100
 
@@ -24,9 +27,9 @@ class Library(nn.Module):
         self.routed = False
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> Sequence[nn.Module]:
         """The model's layers, for those who compile them one by one."""
-        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         return max(lists, key=len)
 
     @property
@@ -46,6 +49,20 @@ class Library(nn.Module):
         return loss
 
 
+class LossOutside(Library):
+    """A language model that is compiled without its loss, which the training loop computes."""
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return [self.model]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        fed = dict(zip(self.names, inputs, strict=True))
+        labels = fed.pop("labels")
+        logits = self.model(**fed, **self.fixed).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     """A model type with its configuration and its batch."""
@@ -58,11 +75,13 @@ class Case:
     batch: Callable[[torch.Generator], tuple[Tensor, ...]]
     fixed: Mapping[str, Any]
 
+    kind: type[Library] = Library
+
     def build(self) -> Library:
         import transformers
 
         config = getattr(transformers, self.config)(**self.settings)
-        return Library(getattr(transformers, self.maker)(config).train(), self.names, self.fixed)
+        return self.kind(getattr(transformers, self.maker)(config).train(), self.names, self.fixed)
 
 
 def _words(rows: int, *lengths: int) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
@@ -216,5 +235,7 @@ def serve_library(task: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     case = CASES[task["case"]]
+    if task["way"] == OUTSIDE:
+        case = replace(case, kind=LossOutside)
     case.build()  # brings in the library, whose own memory is not the model's
     serve(task, case)  # type: ignore[arg-type]

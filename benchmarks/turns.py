@@ -106,7 +106,7 @@ def loss_line(children: list[Child]) -> str:
     far = max(
         abs(a - b) / abs(b)
         for child in children
-        if child.kind == "ours"
+        if child.kind in ("ours", "blocks")
         for a, b in zip(child.all_losses, plain, strict=False)
     )
     if far == 0:
