@@ -54,7 +54,7 @@ class StepFollower:
 
     def __init__(self, clock_us: Callable[[], float], plan: Planner) -> None:
         self.record = StepRecord(clock_us)
-        self._plan = plan
+        self.plan = plan
         #: told of each step that has a table, once its rooms hardly change any more
         self.settled: Callable[[RecordedStep], None] = lambda step: None
         self._known: OrderedDict[Order, _Known] = OrderedDict()
@@ -209,7 +209,7 @@ class StepFollower:
         known.plans += 1
         known.planned, known.announced_bytes = record, self._announced_bytes
         known.settled = False
-        known.table = self._plan(record)
+        known.table = self.plan(record)
         self.newest = known.table or self.newest
 
     def _begin(self, name: Hashable) -> None:

@@ -93,6 +93,29 @@ def test_it_is_decided_once() -> None:
     assert prices(weights) == [5.0] + [0.0] * (LAYERS - 1)
 
 
+@pytest.mark.parametrize(("step_us", "stays"), [(105.0, True), (120.0, False)])
+def test_graphs_go_back_if_steps_take_longer(step_us: float, stays: bool) -> None:
+    step, weights = step_of(0, ALMOST_FREE)
+    planner = StepPlanner(machine)
+    now_us, kept = 0.0, 0
+
+    def run(steps: int, each_us: float, keeps: bool = True) -> None:
+        nonlocal now_us, kept
+        for _ in range(steps):
+            now_us, kept = now_us + each_us, kept + keeps
+            planner.step_over(now_us, kept)
+
+    run(4, 100.0)
+    planner.save_less(step)
+    run(3, 1000.0, keeps=False)  # graphs are compiled, and their order is learnt
+    run(step_plan.TIMED_STEPS - 1, step_us)
+    assert any(prices(weights))
+    run(1, step_us)
+    assert any(prices(weights)) is stays
+    planner.save_less(step)
+    assert any(prices(weights)) is stays, "that is decided once"
+
+
 # ---- blocks compiled one by one ------------------------------------------------------------------
 
 MAKE = Plans.make
@@ -138,6 +161,7 @@ def test_blocks_are_planned_again_and_give_the_plain_losses(
     monkeypatch.setattr(op_costs, "WORTH_MEASURING_US", float("inf"))
     monkeypatch.setattr(turnover, "PRICES", (1.0,))
     monkeypatch.setattr(step_plan, "LIGHTER_GAIN", -1.0)
+    monkeypatch.setattr(step_plan, "LOSES", float("inf"))  # nor how long steps take on it
     before = len(offcompile.reports())
     wanted = train(None, STEPS, in_order)
     with caplog.at_level(logging.INFO, "offcompile.run.accounts.step_plan"):

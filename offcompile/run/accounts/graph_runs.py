@@ -21,6 +21,7 @@ from offcompile.passes.correlation.backwards import KnownBackwards
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.planning.footprint import Footprint
 from offcompile.report.log import first_time, warn
+from offcompile.runtime.base.counters import now_ns
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.device import tickets
 from offcompile.runtime.memory.malloc.heap import heap
@@ -35,6 +36,7 @@ from .usage import DeviceUsage, GraphUsage, ParameterSet
 #: a gap between executions is one itself for the keeper if the program takes this share of the
 #: budget meanwhile
 WORTH_PAUSE = 1 / 64
+NS_PER_US = 1000
 #: least share for the keeper of the room beside a run, however much is reserved for holes
 KEEPER_SHARE = 3 / 8
 
@@ -190,6 +192,8 @@ class GraphRuns:
             less = self.reserve.step_over(heap().trims, keeper.steps.unused_bytes)
             grown = partial(_grown, before_bytes=before_bytes, now_bytes=self.reserve.nbytes)
             keeper.steps.rooms_grow(less, grown)
+            if isinstance(planner := keeper.steps.plan, StepPlanner):
+                planner.step_over(now_ns() / NS_PER_US, keeper.steps.kept)
         kept = _keeps(limit, self.reserve.nbytes)
         most = kept + (own or 0)
         spare = min(limit, self.reserve.free_bytes)

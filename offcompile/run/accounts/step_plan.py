@@ -2,13 +2,16 @@
 
 Once it is known how much room the graphs of a step leave, the planner also tries to let them save
 less: if cheap ops run again in backward, fewer bytes have to leave and come back. A graph that
-should save less is planned again at its next call.
+should save less is planned again at its next call. If steps then take longer than before, by the
+clock, graphs go back to the plans that they had.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,6 +37,10 @@ LIGHTER_GAIN = 1 / 200
 #: shares of the graphs, from the first of the step on, that are tried: what the first ones save
 #: waits longest for its backward
 SHARES = (3 / 4, 1 / 2, 1 / 4)
+
+#: steps that are timed before and after, and the factor by which they may take longer: on a shared
+#: machine, steps vary by some percent
+TIMED_STEPS, LOSES = 6, 1.1
 
 US_PER_MS = 1000
 #: begins the phase of a gap that counts as an execution (`outside`)
@@ -65,6 +72,15 @@ class StepPlanner:
     machine_for: Callable[[int], Machine]
     #: the newest plan
     planned: PlannedStep | None = field(default=None)
+    #: the graphs that save less
+    _lighter: Sequence[ParameterSet] = ()
+    #: the steps before they did, in us; None: that was not decided yet, or is no longer in question
+    _usual_us: float | None = None
+    _decided: bool = False
+    #: the last steps that kept to their table
+    _steps_us: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED_STEPS))
+    _began_us: float = 0.0
+    _kept: int = 0
 
     def __call__(self, step: RecordedStep) -> StepTable | None:
         """Plan a step. None if no plan fits: then the keeper goes on graph by graph."""
@@ -85,8 +101,8 @@ class StepPlanner:
     def save_less(self, step: RecordedStep) -> None:
         """Have graphs planned again so that they save less for backward, if that is faster."""
         graphs = _Graphs.of(step)
-        if any(parameters.ns_per_byte for parameters in graphs.ways):
-            return  # that was decided already
+        if self._decided or any(parameters.ns_per_byte for parameters in graphs.ways):
+            return
         now_us = self._cost_us(step)
         best, best_us = _Choice(), now_us * (1 - LIGHTER_GAIN)
         for choice in graphs.at_prices():
@@ -99,6 +115,9 @@ class StepPlanner:
         for parameters, way in best.items():
             parameters.ns_per_byte = way.ns_per_byte
         if best:
+            self._decided, self._lighter = True, tuple(best)
+            self._usual_us = statistics.median(self._steps_us) if self._steps_us else None
+            self._steps_us.clear()
             log.info(
                 "a step should take %.1f ms instead of %.1f if %d of %d graphs save less for"
                 " backward and run ops again: they are planned anew",
@@ -106,6 +125,25 @@ class StepPlanner:
                 now_us / US_PER_MS,
                 len(best),
                 len(graphs.forwards),
+            )
+
+    def step_over(self, now_us: float, kept: int) -> None:
+        """Note that a step begins. kept: the number of steps that have kept to their table."""
+        if kept > self._kept:
+            self._steps_us.append(now_us - self._began_us)
+        self._began_us, self._kept = now_us, kept
+        if self._usual_us is None or len(self._steps_us) < TIMED_STEPS:
+            return
+        usual_us, lighter_us = self._usual_us, statistics.median(self._steps_us)
+        self._usual_us = None
+        if lighter_us > usual_us * LOSES:
+            for parameters in self._lighter:
+                parameters.ns_per_byte = 0.0
+            log.info(
+                "steps take %.1f ms where graphs save less for backward, and took %.1f before: they"
+                " go back to the plans that they had",
+                lighter_us / US_PER_MS,
+                usual_us / US_PER_MS,
             )
 
     def _cost_us(
