@@ -91,9 +91,12 @@ class RunningHalf:
         verifying = planned.verifying
         check = None if verifying is None else verifying.begin(phase, arguments)
         with self._recorded(arguments), self._among_others(arguments) as room:
-            if self._places.wanted() and (guard := heap().guard) is not None:
-                runs = self.facts.runs
-                guard.places.begin_step(runs, planned, self._room_bytes, runs.binding.ids)
+            runs, guard = self.facts.runs, heap().guard
+            if guard is not None and self._begins_step() and self._places.wanted():
+                if room is None or room.repeats or not runs.entry.in_turn:
+                    guard.places.begin_step(runs, planned, self._room_bytes, runs.binding.ids)
+                else:
+                    guard.places.begin_other_step(runs)
             if self._heap_watched and (phase != BACKWARD or room is not None):
                 self._begin_heap(room)
             started = clock.start()
@@ -120,6 +123,9 @@ class RunningHalf:
         if check is not None:
             check(result)
         return result
+
+    def _begins_step(self) -> bool:
+        return self.phase != BACKWARD and not self.facts.runs.usage.waiting_forwards()
 
     def _room_bytes(self) -> int:
         """Bytes of the budget for what comes and goes in a step, whichever graph makes it."""

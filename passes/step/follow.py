@@ -59,6 +59,8 @@ class StepFollower:
         self.settled: Callable[[RecordedStep], None] = lambda step: None
         self._known: OrderedDict[Order, _Known] = OrderedDict()
         self._last: _Known | None = None
+        #: the order that the running step is expected to have
+        self._now: _Known | None = None
         #: the table that holds now; None: the order is not known, or is no longer kept
         self.table: StepTable | None = None
         #: loads that may have begun by now, in order
@@ -75,6 +77,11 @@ class StepFollower:
     @property
     def position(self) -> int:
         return self.record.position
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the running step follows a table whose rooms hardly change any more."""
+        return self.table is not None and self._now is not None and self._now.settled
 
     # ---- executions ------------------------------------------------------------------------
 
@@ -218,6 +225,7 @@ class StepFollower:
             newest = reversed(self._known.values())
             begin = (k for k in newest if k.table is not None and k.record.names[0] == name)
             expected = next(begin, None)
+        self._now = expected
         if expected is not None:
             self.table, self._used_bytes = expected.table, expected.announced_bytes
 

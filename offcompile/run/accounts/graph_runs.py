@@ -54,6 +54,8 @@ class Room:
     left_bytes: int = 0
     #: values of the symbols in the arguments of forward
     sizes: tuple[int, ...] = ()
+    #: True if steps repeat themselves, as far as is known
+    repeats: bool = True
 
 
 @dataclass(eq=False)
@@ -189,7 +191,9 @@ class GraphRuns:
             own = keeper.bytes_of(forward) if phase == BACKWARD else 0
         if keeper.step_begins():
             before_bytes = self.reserve.nbytes
-            less = self.reserve.step_over(heap().trims, keeper.steps.unused_bytes)
+            guard = heap().guard
+            placed = guard is not None and guard.places.blocks > 0
+            less = self.reserve.step_over(heap().trims, keeper.steps.unused_bytes, placed)
             grown = partial(_grown, before_bytes=before_bytes, now_bytes=self.reserve.nbytes)
             keeper.steps.rooms_grow(less, grown)
             if isinstance(planner := keeper.steps.plan, StepPlanner):
@@ -199,7 +203,8 @@ class GraphRuns:
         spare = min(limit, self.reserve.free_bytes)
         keeper.enter(execution, most, no_buffer_reuse, weights, phase == BACKWARD, own)
         try:
-            yield Room(peak_bytes, limit, keeper.held_bytes + spare, left_bytes, sizes)
+            held = keeper.held_bytes + spare
+            yield Room(peak_bytes, limit, held, left_bytes, sizes, keeper.steps.is_settled)
         finally:
             self._measure(phase == BACKWARD, spare)
             keeper.leave()

@@ -77,11 +77,12 @@ class HoleReserve:
         self._left_bytes = min(self._left_bytes, left_bytes)
         self._unknown_bytes = max(self._unknown_bytes, int(gained - accounted))
 
-    def step_over(self, trims: int, unused_bytes: int = 0) -> int:
+    def step_over(self, trims: int, unused_bytes: int = 0, placed: bool = False) -> int:
         """Note the end of a step. Returns the bytes by which the reserve has shrunk, below 0 if it
         has grown.
 
-        trims: how often pages have gone back so far. unused_bytes: those given up that no tensor
+        placed: True if blocks have places, between which there are no holes. trims: how often pages
+        have gone back so far. unused_bytes: those given up that no tensor
         fills yet, though some will once the step is planned again.
         """
         left, unknown = self._left_bytes - unused_bytes, self._unknown_bytes
@@ -94,7 +95,10 @@ class HoleReserve:
         self._unknowns.append(min(unknown, int(self.budget_bytes * MOST_UNKNOWN)))
         before, free = self.nbytes, self.free_bytes
         self.unknown_bytes = max(self._unknowns)
-        self._adjust(trimmed, min(self._lefts) + free - self.free_bytes)
+        if placed:
+            self.nbytes = min(self.nbytes, self.free_bytes)
+        else:
+            self._adjust(trimmed, min(self._lefts) + free - self.free_bytes)
         self.nbytes = max(self.nbytes, min(self.free_bytes, self.most_bytes))
         less = before - self.nbytes
         self._lefts = deque((n - less + free - self.free_bytes for n in self._lefts), RECENT_STEPS)

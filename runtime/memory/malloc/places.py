@@ -93,6 +93,13 @@ class BlockPlaces:
         if self._runs == PLACED_FROM:
             self._lay_out(room_bytes())
 
+    def begin_other_step(self, graph: object) -> None:
+        """Note that a step of this graph begins that is expected to be unlike the others: steps
+        recorded so far are not two of a kind."""
+        if self._graph is not None and self._graph() is graph and self._runs < PLACED_FROM:
+            self._runs = 0
+            self._allocator.record(False)
+
     def _gives_way(self, parameters: frozenset[int]) -> bool:
         """True if a step of another graph, with these parameters, shows that the leader is gone."""
         self._others += 1
