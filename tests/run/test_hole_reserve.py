@@ -22,14 +22,14 @@ class Process:
         """Return the bytes left of the budget, as the keeper fills what the reserve leaves."""
         return BUDGET - self.held - (AT_FIRST - self.reserve.nbytes) - self.reserve.free_bytes
 
-    def step(self, backward: bool = True) -> int:
+    def step(self, backward: bool = True, placed: bool = False) -> int:
         self.trims += self.left < 0
         for spare in (100, 0):
             left = max(self.left, 0) + spare
             accounted = BUDGET - self.reserve.free_bytes - left
             resident = FIRST - WEIGHTS + self.unknown + accounted
             self.reserve.ran(left, resident, WEIGHTS, backward and not spare)
-        return self.reserve.step_over(self.trims)
+        return self.reserve.step_over(self.trims, placed=placed)
 
 
 def test_the_reserve_gives_up_what_steps_leave_free_and_says_how_much() -> None:
@@ -71,6 +71,18 @@ def test_the_reserve_grows_back_while_pages_go_back_step_after_step() -> None:
     for _ in range(10):
         process.step()
     assert process.trims == trims, "and then pages go back no more"
+
+
+def test_nothing_is_left_to_holes_while_blocks_have_places() -> None:
+    process, before = Process(held=1300), AT_FIRST
+    process.step()
+    assert process.reserve.nbytes == before
+    assert process.step(placed=True) == before - process.reserve.free_bytes
+    assert process.reserve.nbytes == process.reserve.free_bytes
+    assert process.step(placed=True) == 0
+    for _ in range(40):  # they have lost them
+        process.step()
+    assert process.reserve.nbytes == before
 
 
 def test_pages_that_go_back_once_change_nothing() -> None:

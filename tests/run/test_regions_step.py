@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from offcompile.passes.step.follow import StepFollower
 from offcompile.run.accounts.graph_runs import kept_between
 from offcompile.runtime.base.counters import reset_counters
+from offcompile.runtime.memory.malloc.heap import heap
+from offcompile.runtime.memory.malloc.places import BlockPlaces
 from offcompile.runtime.moves.registry import close_all, runtimes
 
 CHILD = Path(__file__).parents[1] / "support" / "regions_child.py"
@@ -143,6 +145,25 @@ def test_losses_are_the_plain_ones_whether_the_order_holds_or_not(tmp_path: Path
     assert way not in changing or steps.lost > 0
     held = [r.mover.keeper.held_bytes for r in runtimes() if r.mover.keeper is not None]
     assert held == [0]
+
+
+def test_blocks_of_a_step_that_is_planned_as_one_get_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for the whole step, and not for each run of the graph that all blocks share."""
+    if heap().guard is None:
+        pytest.skip("torch has its own allocator")
+    lay_out, laid = BlockPlaces._lay_out, list[tuple[int, bool]]()
+
+    def watched(places: BlockPlaces, room_bytes: int) -> None:
+        lay_out(places, room_bytes)
+        laid.append((places.blocks, follower().is_settled))
+
+    monkeypatch.setattr(BlockPlaces, "_lay_out", watched)
+    train(tmp_path, 24, lambda step: USUAL)
+    assert laid
+    assert all(settled for _, settled in laid)
+    assert max(blocks for blocks, _ in laid) >= 4 * LAYERS
 
 
 def test_the_report_says_that_the_step_is_planned_as_one(tmp_path: Path) -> None:

@@ -236,6 +236,25 @@ def test_another_plan_begins_anew_and_other_graphs_are_part_of_the_step() -> Non
     assert allocator.extents == [3 * MIB, 0] and places.blocks == 0
 
 
+def test_a_step_that_is_unlike_the_others_begins_the_record_anew() -> None:
+    allocator, other = Recorder(), Thing()
+    places = BlockPlaces(allocator)
+    for _ in range(PLACED_FROM - 1):
+        places.begin_step(GRAPH, PLAN, room())
+    assert allocator.recording
+    places.begin_other_step(other)
+    assert allocator.recording, "it is another graph's"
+    places.begin_other_step(GRAPH)
+    assert not allocator.recording
+    for _ in range(PLACED_FROM - 1):
+        places.begin_step(GRAPH, PLAN, room())
+    assert not places.blocks
+    places.begin_step(GRAPH, PLAN, room())
+    assert places.blocks
+    places.begin_other_step(GRAPH)
+    assert places.blocks, "those that have a place keep it"
+
+
 def test_a_graph_that_no_longer_runs_gives_way() -> None:
     allocator, other = Recorder(), Thing()
     places = BlockPlaces(allocator)

@@ -4,7 +4,7 @@ A process holds its tensors and the holes between them. Where both together reac
 pages of all free blocks go back to the system and are touched again, which takes time. The size of
 holes depends on the program, and no plan knows it. So the reserve begins large, and shrinks by the
 bytes that repeated steps were seen to leave free. It grows again if pages then go back in every
-step.
+step. Once the blocks of a step have places (`BlockPlaces`), nothing is left to holes.
 
 The process also holds memory that belongs to no graph: gradients and results of eager ops, objects
 made while graphs were compiled. Each step measures how much the process has gained since its first
@@ -82,8 +82,8 @@ class HoleReserve:
         has grown.
 
         placed: True if blocks have places, between which there are no holes. trims: how often pages
-        have gone back so far. unused_bytes: those given up that no tensor
-        fills yet, though some will once the step is planned again.
+        have gone back so far. unused_bytes: those given up that no tensor fills yet, though some
+        will once the step is planned again.
         """
         left, unknown = self._left_bytes - unused_bytes, self._unknown_bytes
         whole = self._has_returned
@@ -95,9 +95,10 @@ class HoleReserve:
         self._unknowns.append(min(unknown, int(self.budget_bytes * MOST_UNKNOWN)))
         before, free = self.nbytes, self.free_bytes
         self.unknown_bytes = max(self._unknowns)
-        if placed:
-            self.nbytes = min(self.nbytes, self.free_bytes)
-        else:
+        if placed and self.nbytes > self.free_bytes:
+            self._enough_bytes.append(self.nbytes)  # should blocks lose their places
+            self.nbytes = self.free_bytes
+        elif not placed:
             self._adjust(trimmed, min(self._lefts) + free - self.free_bytes)
         self.nbytes = max(self.nbytes, min(self.free_bytes, self.most_bytes))
         less = before - self.nbytes
