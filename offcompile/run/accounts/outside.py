@@ -115,14 +115,14 @@ class OutsideTensors:
 
     def __init__(self) -> None:
         self._gap: _Gap | None = None
-        #: the most held in a gap of this step so far, and of the last ones
-        self._now_bytes = 0
+        #: the most held in a gap of this step so far, None if it has had none, and of the last ones
+        self._now_bytes: int | None = None
         self._steps: deque[int] = deque((0,), maxlen=RECENT_GAPS)
 
     @property
     def most_bytes(self) -> int:
         """The most held in a gap of this step and the last ones."""
-        return max(self._now_bytes, *self._steps)
+        return max(self._now_bytes or 0, *self._steps)
 
     def begins(self, peaks: GapPeaks, place: Place, device: Device) -> None:
         """Begin a gap in a step, behind an execution."""
@@ -146,13 +146,13 @@ class OutsideTensors:
             if in_step and gap.meter is not None:
                 gap.peaks.note(gap.place, gap.meter.most_bytes())
             if in_step:
-                self._now_bytes = max(self._now_bytes, gap.peaks.most_bytes(gap.place))
+                self._now_bytes = max(self._now_bytes or 0, gap.peaks.most_bytes(gap.place))
             keeper = None if gap.paused is None else gap.paused()
             if keeper is not None:
                 keeper.leave()
-        if not in_step:
+        if not in_step and self._now_bytes is not None:  # evaluations have no gaps
             self._steps.append(self._now_bytes)
-            self._now_bytes = 0
+            self._now_bytes = None
 
     def spoil(self) -> None:
         """Do not measure the gap that lasts: a graph is compiled in it, which takes memory once."""
