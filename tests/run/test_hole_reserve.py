@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from offcompile.run.accounts.hole_reserve import MARGIN, MOST_UNKNOWN, WORTH, HoleReserve
+from offcompile.run.accounts.hole_reserve import (
+    MARGIN,
+    MOST_UNKNOWN,
+    PLACED,
+    WORTH,
+    HoleReserve,
+)
 from offcompile.run.accounts.usage import DeviceUsage
 
 BUDGET, AT_FIRST = 1200, 400
@@ -73,13 +79,13 @@ def test_the_reserve_grows_back_while_pages_go_back_step_after_step() -> None:
     assert process.trims == trims, "and then pages go back no more"
 
 
-def test_nothing_is_left_to_holes_while_blocks_have_places() -> None:
+def test_little_is_left_to_holes_while_blocks_have_places() -> None:
     process, before = Process(held=1300), AT_FIRST
     process.step()
     assert process.reserve.nbytes == before
-    assert process.step(placed=True) == before - process.reserve.free_bytes
-    assert process.reserve.nbytes == process.reserve.free_bytes
-    assert process.step(placed=True) == 0
+    little = process.reserve.free_bytes + int(BUDGET * PLACED)
+    assert process.step(placed=True) == before - little > 0
+    assert process.step(placed=True) == 0 and process.reserve.nbytes == little
     for _ in range(40):  # they have lost them
         process.step()
     assert process.reserve.nbytes == before

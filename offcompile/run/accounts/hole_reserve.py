@@ -4,7 +4,7 @@ A process holds its tensors and the holes between them. Where both together reac
 pages of all free blocks go back to the system and are touched again, which takes time. The size of
 holes depends on the program, and no plan knows it. So the reserve begins large, and shrinks by the
 bytes that repeated steps were seen to leave free. It grows again if pages then go back in every
-step. Once the blocks of a step have places (`BlockPlaces`), nothing is left to holes.
+step. Once the blocks of a step have places (`BlockPlaces`), little is left to holes.
 
 The process also holds memory that belongs to no graph: gradients and results of eager ops, objects
 made while graphs were compiled. Each step measures how much the process has gained since its first
@@ -25,6 +25,9 @@ WORTH = 1 / 64
 #: share of the budget that is kept free beside what is unknown: the measure misses weights of eager
 #: modules, which were there before the first graph
 MARGIN = 1 / 32
+#: share of the budget that is left to holes while blocks have places: layouts have some, and blocks
+#: that find their place taken lie elsewhere
+PLACED = 1 / 16
 #: largest share of the budget that may be lost to what no account knows
 MOST_UNKNOWN = 1 / 8
 #: steps that are looked at together, because steps of different lengths may follow one another
@@ -95,9 +98,10 @@ class HoleReserve:
         self._unknowns.append(min(unknown, int(self.budget_bytes * MOST_UNKNOWN)))
         before, free = self.nbytes, self.free_bytes
         self.unknown_bytes = max(self._unknowns)
-        if placed and self.nbytes > self.free_bytes:
+        enough_bytes = self.free_bytes + int(self.budget_bytes * PLACED)
+        if placed and self.nbytes > enough_bytes:
             self._enough_bytes.append(self.nbytes)  # should blocks lose their places
-            self.nbytes = self.free_bytes
+            self.nbytes = enough_bytes
         elif not placed:
             self._adjust(trimmed, min(self._lefts) + free - self.free_bytes)
         self.nbytes = max(self.nbytes, min(self.free_bytes, self.most_bytes))
