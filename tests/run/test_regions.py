@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lengths import some
+from mlp_block import WIDTH, Block
 from torch import Tensor, nn
 
 import offcompile
@@ -17,17 +17,7 @@ from offcompile.run.accounts.step_plan import StepPlanner
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all, runtimes
 
-WIDTH, LAYERS, BATCH, LENGTH = 64, 6, 4, 512
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+LAYERS, BATCH, LENGTH = 6, 4, 512
 
 
 class Stack(nn.Module):

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import warm
 from hand_sgd import step_by_hand
 from lengths import some
+from mlp_block import WIDTH, Block
 from torch import Tensor, nn
 
 from offcompile.passes.step.follow import StepFollower
 from offcompile.run.accounts.graph_runs import kept_between
 from offcompile.runtime.base.counters import reset_counters
-from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.memory.malloc.places import BlockPlaces
 from offcompile.runtime.moves.registry import close_all, runtimes
 
@@ -50,17 +49,7 @@ def test_with_two_graph_breaks_backward_finds_its_tensors_within_the_budget() ->
     assert ours["peak_bytes"] <= budget + SETTLED_OVERHEAD_BYTES
 
 
-WIDTH, LAYERS, BATCH, LENGTH = 64, 6, 4, 256
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+LAYERS, BATCH, LENGTH = 6, 4, 256
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +140,6 @@ def test_blocks_of_a_step_that_is_planned_as_one_get_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for the whole step, and not for each run of the graph that all blocks share."""
-    if heap().guard is None:
-        pytest.skip("torch has its own allocator")
     lay_out, laid = BlockPlaces._lay_out, list[tuple[int, bool]]()
 
     def watched(places: BlockPlaces, room_bytes: int) -> None:

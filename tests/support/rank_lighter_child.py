@@ -12,8 +12,8 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from freeze_imports import freeze_imports
+from mlp_block import WIDTH, Block
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,20 +24,10 @@ from offcompile.machine.hardware import HardwareProfile
 from offcompile.passes import turnover
 from offcompile.run.accounts import step_plan
 
-WORLD, WIDTH, LAYERS, BATCH, LENGTH, STEPS, MIB = 2, 64, 6, 4, 256, 16, 1 << 20
+WORLD, LAYERS, BATCH, LENGTH, STEPS, MIB = 2, 6, 4, 256, 16, 1 << 20
 SLOW = HardwareProfile(
     "cpu", "cpu", None, 10.0, 2.0, 2.0, "made up", {"fp32": 0.001}, latency_us=20.0
 )
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def trained(spill: str | None, rank: int) -> list[Tensor]:

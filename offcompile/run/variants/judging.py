@@ -75,7 +75,7 @@ def _tell_of_states(plans: Plans, variant: Variant, call: Call) -> None:
 
 def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return a plan for less than the budget, after runs have taken more than it."""
-    runs, profile = plans.facts.runs, plans.facts.profile
+    runs = plans.facts.runs
     over, runs.over_bytes = round_up(runs.over_bytes, OVER_STEP_BYTES), 0
     found = f"a step took {show_bytes(over)} more than the budget, for libraries' workspaces or for"
     found += " values that the compiler keeps"
@@ -83,16 +83,10 @@ def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
     assert budget is not None
     if not plans.agreement.planned_together and before < budget // MOST_LACKING:
         plans.lacking_bytes += over
-        plans.look_at_weights(call)
-        try:
-            made = plans.make_again(call, variant.kind)
-        except Infeasible:  # told below
-            plans.lacking_bytes = before
-        else:
-            profile.note(f"{found}: planned again for so much less")
-            log_decision(runs.name, profile.said[-1])
-            plans.variants.remove(variant)
+        made = _in_place_of(plans, variant, call, f"{found}: planned again for so much less")
+        if made is not None:
             return made
+        plans.lacking_bytes = before
     warn(f"{runs.name}: {found}. Set memory to {show_bytes(budget - over)} to stay within it.")
     return variant
 
@@ -100,7 +94,7 @@ def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
 def _with_room_outside(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return a plan that leaves room for what the program itself held between forward and backward
     the last times, such as its loss and the gradient of it."""
-    runs, profile = plans.facts.runs, plans.facts.profile
+    runs = plans.facts.runs
     place, peaks = (FORWARD, call.sizes), call.parameters.gap_peaks
     took, budget = peaks.most_bytes(place), runs.budget_bytes
     if budget is None or runs.entry.in_turn or not variant.kind.is_usual:
@@ -118,22 +112,30 @@ def _with_room_outside(plans: Plans, variant: Variant, call: Call) -> Variant:
     found += f" or other tensors of its own: {show_bytes(over)} more than the budget left"
     if not plans.agreement.planned_together:
         plans.outside_bytes = kind.outside_bytes
-        plans.look_at_weights(call)
-        try:
-            made = plans.make_again(call, kind)
-        except Infeasible:  # told below
-            plans.outside_bytes = before
-        else:
-            profile.note(f"{found}; planned again with that much room")
-            log_decision(runs.name, profile.said[-1])
-            plans.variants.remove(variant)
+        said = f"{found}; planned again with that much room"
+        made = _in_place_of(plans, variant, call, said)
+        if made is not None:
             return made
+        plans.outside_bytes = before
     plans.in_vain.add(kind)
     warn(
         f"{runs.name}: {found}. Set memory to {show_bytes(budget + over)}, or move the"
         " loss into the compiled function."
     )
     return variant
+
+
+def _in_place_of(plans: Plans, variant: Variant, call: Call, said: str) -> Variant | None:
+    """Plan again, and give up this plan for the new one; note why. None if there is no other."""
+    plans.look_at_weights(call)
+    try:
+        made = plans.make_again(call, variant.kind)
+    except Infeasible:
+        return None
+    plans.facts.profile.note(said)
+    log_decision(plans.facts.runs.name, plans.facts.profile.said[-1])
+    plans.variants.remove(variant)
+    return made
 
 
 def _without_refused(plans: Plans, variant: Variant, call: Call) -> Variant:
