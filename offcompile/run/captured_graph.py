@@ -41,7 +41,7 @@ from .ranks.reduction import reduce_in_backward
 from .recording import recorded
 from .replay.halves import SMALL_BYTES
 from .variants.judging import judged
-from .variants.ladder import choose, make_first
+from .variants.ladder import choose, encloses, make_first
 from .variants.plans import Call, Plans, Traced, Variant
 from .variants.spare import give_spare_room, note_spare_room
 
@@ -128,6 +128,7 @@ class CapturedGraph:
         plans.leave_graphs_of_others(variant)
         facts.profile.begin_step()
         runs.call(call.parameters, sizes)
+        runs.encloses = encloses(plans, variant, call)
         if variant.offers:
             with calling(self.name, args):
                 outputs = variant.run(*args)
@@ -155,9 +156,12 @@ class CapturedGraph:
         runs, plans, sizes = self.facts.runs, self.plans, call.sizes
         kept = variant.needs_at(sizes).kept_bytes
         whole = max(kept, plans.variants[0].needs_at(sizes).kept_bytes)
+        whole = kept if runs.encloses else whole
         waiting = runs.entry.begin(outputs, call.parameters, kept, whole)
         if waiting is None:
             runs.usage.results.made(self._tensors_here(outputs))
+        else:
+            waiting.encloses = runs.encloses
         if (recording := recorded()) is not None:
             recording.waits(waiting)
 

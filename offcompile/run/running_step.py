@@ -97,7 +97,7 @@ class RunningHalf:
                     guard.places.begin_step(runs, planned, self._room_bytes, runs.binding.ids)
                 else:
                     guard.places.begin_other_step(runs)
-            if self._heap_watched and (phase != BACKWARD or room is not None):
+            if self._heap_watched and not self._within_step(room, begins=True):
                 self._begin_heap(room)
             started = clock.start()
             with self._watched():
@@ -116,7 +116,7 @@ class RunningHalf:
                 result[i] = taken_or_kept(result[i])
         self._over()
         if phase != FORWARD:
-            if self._heap_watched:
+            if self._heap_watched and not self._within_step(room, begins=False):
                 heap().end()
             if self._drives is not None:
                 self._drives.step_over()
@@ -126,6 +126,14 @@ class RunningHalf:
 
     def _begins_step(self) -> bool:
         return self.phase != BACKWARD and not self.facts.runs.usage.waiting_forwards()
+
+    def _within_step(self, room: Room | None, begins: bool) -> bool:
+        """True if the heap's limit for a step goes on: for the step of this graph, or of one around
+        this one."""
+        runs = self.facts.runs
+        if room is None and runs.encloses and runs.usage.waiting_forwards():
+            return True
+        return begins and self.phase == BACKWARD and room is None
 
     def _room_bytes(self) -> int:
         """Bytes of the budget for what comes and goes in a step, whichever graph makes it."""

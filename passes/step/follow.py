@@ -152,13 +152,15 @@ class StepFollower:
 
     def saved(self, block: Hashable, tag: str, nbytes: int) -> bool | None:
         """Note a tensor that the execution saves. True: it stays; False: it leaves at once; None:
-        no table says."""
+        no table says, or no other execution reads it."""
         key = self.record.saved(block, tag, nbytes)
         if self.table is None:
             return None
         made = self.table.step.executions[key.born].saved
         if key.number >= len(made) or made[key.number] != (tag, nbytes):
             self.lose()
+            return None
+        if key not in self.table.step.wanted:
             return None
         return key not in self.table.leaving_at_once
 

@@ -154,9 +154,10 @@ class StepRecord:
         return key
 
     def read(self, block: Hashable) -> TensorKey | None:
-        """Note a read by the running execution. None if the tensor is of no step."""
+        """Note a read by the running execution. None if the tensor is of no step. A tensor that the
+        execution saved itself does not travel between executions, and is no read of the step."""
         key = self._alive.get(block)
-        if key is not None and self._runs:
+        if key is not None and self._runs and key.born != self.position:
             self._runs[-1].read[key] = None
         return key
 

@@ -39,6 +39,7 @@ _POOLS = (
     "_low_memory_max_pool_offsets_to_indices",
 )
 _RANDOM = tuple(f"inductor_{name}" for name in ("random", "randint", "lookup_seed", "seeds"))
+_DRAWN = "inductor_random"
 #: the seeds of a step are as many as its random ops; none of these needs more than one of them
 _SEEDS, _SEED = "inductor_seeds", "inductor_lookup_seed"
 #: ops that fuse although they are not tagged as pointwise
@@ -50,6 +51,10 @@ _ENDS = frozenset(("cat", "stack", "scatter", "scatter_add", "scatter_reduce", *
 MOST_READS, MOST_OPS = 4, 30
 #: and has none of these, on the CPU
 _HEAVY = frozenset(("exp", "expm1", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "erf"))
+#: time of one processor for each random number of a kernel, on the CPU: Inductor draws them one by
+#: one there, and such a kernel is not vectorized (measured with torch 2.13: dropout alone takes 16,
+#: behind a softmax or a layer norm 34)
+RANDOM_NS, NS_PER_US = 32.0, 1000
 #: views that keep the order of elements
 _KEEPS_ORDER = frozenset(
     ["view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach"]
@@ -122,6 +127,9 @@ def spread_over_groups(
         if group in called:
             duration_us -= model.overheads.op_us
         called.add(group)
+        if _name(node) == _DRAWN and model.device.type == "cpu":
+            drawn = groups.space[node] / torch.get_num_threads()
+            duration_us += RANDOM_NS / NS_PER_US * drawn
         costs[node.name] = OpCost(max(duration_us, 0.0), 0, written)
     return costs
 

@@ -79,6 +79,8 @@ class GraphRuns:
     weights: Sequence[WeakTensor] | None = ()
     #: by how much a run of the newest plan was over the budget
     over_bytes: int = 0
+    #: True if the plan of the last call leaves their room to graphs that run before its backward
+    encloses: bool = False
 
     def exceeded(self, over_bytes: int) -> None:
         """Note that a run took so much more than the budget."""
@@ -88,7 +90,7 @@ class GraphRuns:
         """The most that forward may leave for backward beside the graphs that have run between the
         two, not counting weights and inputs. None: there are none, or no budget."""
         budget, entry = self.budget_bytes, self.entry
-        if budget is None or not entry.in_turn:
+        if budget is None or not entry.in_turn or self.encloses:
             return None
         return max(0, entry.most_kept_bytes + budget - entry.most_wanted_bytes)
 
@@ -123,8 +125,9 @@ class GraphRuns:
             return
         outside, waiting = self.usage.outside, self.usage.waiting_forwards()
         outside.ends(in_step=waiting > 0)
+        self._note_amid(phase, binding, sizes, needs_at(sizes))
         execution = self.name, phase, binding, sizes
-        shares = self.entry.in_turn or offload_saved
+        shares = (self.entry.in_turn and not self.encloses) or offload_saved
         keeper = self._keeper(make=shares and moves)
         with self._beside(
             execution, needs_at(sizes), keeper, shares, no_buffer_reuse, counts_saved
@@ -135,6 +138,16 @@ class GraphRuns:
             outside.begins(binding.gap_peaks, (phase, sizes), runtime_for(self.settings.key).device)
             if room is not None and keeper is not None:
                 self._leave_room_outside(execution, needs_at(sizes), room, keeper)
+
+    def _note_amid(
+        self, phase: str, binding: ParameterSet, sizes: tuple[int, ...], needs: Footprint
+    ) -> None:
+        """Note for forwards that wait how much this run takes; and if it is the backward of one,
+        how much others took before."""
+        own = self.entry.newest(binding) if phase == BACKWARD else None
+        self.usage.outside.holds(needs.peak_bytes - needs.standing_bytes, own)
+        if own is not None:
+            binding.gap_peaks.note_amid(sizes, own.amid_bytes)
 
     def _keeper(self, make: bool) -> ActivationCache | None:
         """The keeper of the graph's runtime; `make`: it gets one if it has none."""

@@ -8,6 +8,10 @@ gap that takes much is one more execution.
 
 On the CPU torch's allocator counts what this thread allocates (`tensor_memory`), in every gap. On a
 card its allocator has a peak that others may want to read, so only the first few gaps are measured.
+
+A small graph may run in such a gap, too: transformers compute some losses in a graph of their own.
+So for each forward it is also noted how much was held until its backward began, by graphs (as they
+were planned) and by the program, beside what forwards have left.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.device.interface import Device
@@ -37,10 +41,12 @@ Place: TypeAlias = tuple[str, tuple[int, ...]]
 class GapPeaks:
     """The most held in the gaps behind the executions of one graph with one set of weights."""
 
-    __slots__ = ("_most",)
+    __slots__ = ("_amid", "_most")
 
     def __init__(self) -> None:
         self._most: dict[Place, deque[int]] = {}
+        #: by sizes: the most held between the two halves
+        self._amid: dict[tuple[int, ...], deque[int]] = {}
 
     def most_bytes(self, place: Place) -> int:
         """The most held in the recent gaps at this place."""
@@ -52,6 +58,24 @@ class GapPeaks:
 
     def note(self, place: Place, nbytes: int) -> None:
         self._most.setdefault(place, deque(maxlen=RECENT_GAPS)).append(nbytes)
+
+    def amid_bytes(self, sizes: tuple[int, ...]) -> int | None:
+        """The most that the program and other graphs held between the two halves lately, for these
+        sizes or, if they are new, for any. None if no backward has come."""
+        recent = [self._amid[sizes]] if sizes in self._amid else self._amid.values()
+        return max((nbytes for some in recent for nbytes in some), default=None)
+
+    def note_amid(self, sizes: tuple[int, ...], nbytes: int) -> None:
+        self._amid.setdefault(sizes, deque(maxlen=RECENT_GAPS)).append(nbytes)
+
+
+class Waiting(Protocol):
+    """A forward that waits for its backward."""
+
+    waiting: bool
+    kept_bytes: int
+    #: the most held so far while it waits, beside what it has left
+    amid_bytes: int
 
 
 class _Meter(ABC):
@@ -118,6 +142,8 @@ class OutsideTensors:
         #: the most held in a gap of this step so far, None if it has had none, and of the last ones
         self._now_bytes: int | None = None
         self._steps: deque[int] = deque((0,), maxlen=RECENT_GAPS)
+        #: forwards that wait, oldest first
+        self._waiting: list[weakref.ref[Waiting]] = []
 
     @property
     def most_bytes(self) -> int:
@@ -146,13 +172,29 @@ class OutsideTensors:
             if in_step and gap.meter is not None:
                 gap.peaks.note(gap.place, gap.meter.most_bytes())
             if in_step:
-                self._now_bytes = max(self._now_bytes or 0, gap.peaks.most_bytes(gap.place))
+                most_bytes = gap.peaks.most_bytes(gap.place)
+                self._now_bytes = max(self._now_bytes or 0, most_bytes)
+                self.holds(most_bytes)
             keeper = None if gap.paused is None else gap.paused()
             if keeper is not None:
                 keeper.leave()
         if not in_step and self._now_bytes is not None:  # evaluations have no gaps
             self._steps.append(self._now_bytes)
             self._now_bytes = None
+
+    def waits(self, forward: Waiting) -> None:
+        """Note that a forward waits for its backward from now on."""
+        self._waiting.append(weakref.ref(forward))
+
+    def holds(self, nbytes: int, own: Waiting | None = None) -> None:
+        """Note that so much is held now beside what waiting forwards have left. `own`: the forward
+        whose backward begins, which holds what it left itself."""
+        found = [(ref, one) for ref in self._waiting if (one := ref()) is not None and one.waiting]
+        self._waiting = [ref for ref, _ in found]
+        for _, one in reversed(found):
+            if one is not own:
+                one.amid_bytes = max(one.amid_bytes, nbytes)
+                nbytes += one.kept_bytes
 
     def spoil(self) -> None:
         """Do not measure the gap that lasts: a graph is compiled in it, which takes memory once."""

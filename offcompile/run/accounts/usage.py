@@ -60,10 +60,17 @@ class ParameterSet:
 class PendingBackward:
     """A forward run that waits for its backward. The autograd graph keeps it alive."""
 
-    __slots__ = ("__weakref__", "binding", "full_bytes", "kept_bytes", "waiting")
+    __slots__ = (
+        *("__weakref__", "amid_bytes", "binding", "encloses"),
+        *("full_bytes", "kept_bytes", "waiting"),
+    )
 
     def __init__(self, binding: ParameterSet, kept_bytes: int, full_bytes: int) -> None:
         self.waiting = True
+        #: True if its plan leaves their room to all graphs that run before its backward
+        self.encloses = False
+        #: the most held so far while it waits, beside what it has left
+        self.amid_bytes = 0
         self.binding = binding
         #: bytes that it left on the device, and that it would have left if nothing had moved
         self.kept_bytes, self.full_bytes = kept_bytes, full_bytes
@@ -131,9 +138,14 @@ class GraphUsage:
             self.passes[:] = [ref for ref, _ in found]
         return [one for _, one in found]
 
+    def newest(self, binding: ParameterSet) -> PendingBackward | None:
+        """The newest waiting forward with these parameters."""
+        return next((p for p in reversed(self.waiting()) if p.binding is binding), None)
+
     def left_by(self, binding: ParameterSet) -> int:
         """Bytes that the newest waiting forward with these parameters left on the device."""
-        return next((p.kept_bytes for p in reversed(self.waiting()) if p.binding is binding), 0)
+        newest = self.newest(binding)
+        return 0 if newest is None else newest.kept_bytes
 
     def waiting_bytes(self) -> int:
         return sum(one.kept_bytes for one in self.waiting())
@@ -149,6 +161,7 @@ class GraphUsage:
         metadata = cast("dict[str, list[PendingBackward]]", node.metadata)
         metadata.setdefault("offcompile", []).append(one)
         self.passes.append(weakref.ref(one))
+        self.usage.outside.waits(one)
         return one
 
     def end(self) -> None:
@@ -258,6 +271,10 @@ class DeviceUsage:
     def waiting_forwards(self) -> int:
         """The number of forwards that wait for their backward."""
         return sum(len(entry.waiting()) for entry in self.entries())
+
+    def all_enclose(self) -> bool:
+        """True if the plans of all waiting forwards leave their room to graphs that run now."""
+        return all(p.encloses for entry in self.entries() for p in entry.waiting())
 
     def invalidate(self) -> None:
         """Drop cached results, since something may have changed unnoticed."""

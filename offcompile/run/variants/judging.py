@@ -15,7 +15,7 @@ from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.registry import lanes_moved
 from offcompile.runtime.states.updates import is_refused
 
-from .ladder import choose
+from .ladder import OUTSIDE_PARTS, choose
 from .plans import Call, Plans, Variant
 
 #: ranks that have planned a graph together judge its plan at this call, and whenever the number of
@@ -25,8 +25,6 @@ FIRST_BALLOT = 4
 SECOND_CALL = 2
 #: the first by which refused offers of gradients are known to be refused for good
 OFFERS_KNOWN = 6
-#: what the program holds itself is planned for in steps of one such part of the budget
-OUTSIDE_PARTS = 64
 #: and once it was measured so many times
 OFTEN_ENOUGH = 2
 #: an excess over the budget counts in such steps

@@ -9,8 +9,11 @@ from contextlib import suppress
 import torch
 
 from offcompile.ir import Infeasible
+from offcompile.ir.units import show_bytes
+from offcompile.report.log import log_decision
 from offcompile.run.accounts.other_optimizers import watch_steps
-from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, PlanKind
+from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, USUAL, PlanKind
+from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.weights import is_there_by_plan
 
 from .plans import Call, Plans, Variant
@@ -18,6 +21,11 @@ from .plans import Call, Plans, Variant
 #: share of the budget that a graph, plus the saved activations of another one like it, may take
 #: in the first step
 WITH_ANOTHER = 0.75
+#: share of the budget that graphs which run between a graph's halves may take, so that its plan
+#: leaves it to them; if they take more, the keeper decides what moves
+MOST_AMID = 0.5
+#: what a plan leaves to others is counted in such parts of the budget
+OUTSIDE_PARTS = 64
 
 
 def make_first(plans: Plans, call: Call) -> None:
@@ -60,6 +68,35 @@ def follow_weights(plans: Plans, call: Call) -> None:
     hosts = HOSTED in plans.in_vain or any(v.placement.has_any for v in plans.variants)
     if not hosts and not plans.facts.runs.usage.sent.isdisjoint(call.parameters.ids):
         on_host(plans, call)
+
+
+def around(plans: Plans, call: Call) -> Variant | None:
+    """Take a plan of the usual kind that leaves their room to all that runs between its halves: to
+    small graphs, such as that of a loss."""
+    runs, took = plans.facts.runs, _held_amid(plans, call)
+    if took is None or plans.agreement.planned_together:
+        return None
+    found = plans.first_within([v for v in plans.variants if encloses(plans, v, call)], call)
+    if found is not None:
+        return found
+    assert runs.budget_bytes is not None
+    kind = USUAL._replace(outside_bytes=round_up(took, runs.budget_bytes // OUTSIDE_PARTS))
+    if kind in plans.in_vain:
+        return None
+    before, plans.outside_bytes = plans.outside_bytes, kind.outside_bytes
+    plans.look_at_weights(call)
+    held = plans.held(call)
+    try:
+        made = plans.make(call, held, explains=False)
+    except Infeasible:
+        plans.outside_bytes = before
+        plans.in_vain.add(kind)
+        return None
+    said = (
+        f"planned again with room for {show_bytes(took)} that graphs between forward and backward"
+    )
+    log_decision(runs.name, f"{said} take")
+    return made if plans.within(made, held, call) else None
 
 
 def emptied(plans: Plans, call: Call) -> Variant | None:
@@ -116,12 +153,32 @@ def new(plans: Plans, call: Call) -> Variant | None:
 LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
     last_run,
     follow_weights,
+    around,
     emptied,
     known,
     new,
 )
 
 # --- parts of them ------------------------------------------------------------------------------
+
+
+def encloses(plans: Plans, variant: Variant, call: Call) -> bool:
+    """True if the plan leaves their room to all graphs that run before its backward."""
+    took = _held_amid(plans, call)
+    return took is not None and variant.kind.is_usual and variant.kind.outside_bytes >= took
+
+
+def _held_amid(plans: Plans, call: Call) -> int | None:
+    """The bytes that others hold between the halves of this call; None if that was not seen yet, if
+    it is much, or if a graph that runs around this one has no such plan."""
+    runs = plans.facts.runs
+    entry, budget = runs.entry, runs.budget_bytes
+    if budget is None or not entry.in_turn or not entry.trains or entry.bindings > 1:
+        return None
+    took = call.parameters.gap_peaks.amid_bytes(call.sizes)
+    if took is None or took > budget * MOST_AMID or not runs.usage.all_enclose():
+        return None
+    return took if runs.usage.sent.isdisjoint(call.parameters.ids) else None
 
 
 def _lighter(plans: Plans, call: Call, there: Sequence[Variant]) -> Variant | None:

@@ -166,7 +166,7 @@ class Plans:
     lacking_bytes: int = 0
     #: bytes of the copies of inputs and outputs that a captured step has
     copies_bytes: int = 0
-    #: bytes that plans leave to the program itself between forward and backward
+    #: bytes that plans leave to the program itself, and to small graphs, at the turn
     outside_bytes: int = 0
     #: calls so far that were judged
     calls: int = 0
@@ -243,7 +243,7 @@ class Plans:
         made = self.make(call, self.held(call), self.facts.kind_again(kind), settled=settled)
         budget, entry = runs.budget_bytes, runs.entry
         more_bytes = made.needs_at(call.sizes).kept_bytes - entry.most_kept_bytes
-        if budget is None or not entry.in_turn or more_bytes <= 0:
+        if budget is None or not entry.in_turn or runs.encloses or more_bytes <= 0:
             return made
         lacking_bytes = entry.most_wanted_bytes + more_bytes - budget
         if lacking_bytes > 0:
