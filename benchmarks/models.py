@@ -18,6 +18,8 @@ from benchmarks.turns import LOWERINGS, MIB, Child, loss_line, machine, ratio, r
 #: steps of ours before the rounds: some plans are made anew after 7 and after 20 steps, and blocks
 #: get their places 4 steps later
 SETTLING = 28
+#: models under Inductor, which takes minutes to compile the variants of one
+INDUCTOR = ("gpt2", "llama", "bert", "vit")
 #: other ways of compiling → heading and models
 WAYS = {
     "layers": ("aot_eager, layers compiled one by one", ("gpt2", "llama", "vit")),
@@ -94,7 +96,8 @@ def main() -> None:
     for way, lowering in [("", low) for low in LOWERINGS] + [(way, LOWERINGS[0]) for way in WAYS]:
         if lowering not in (asked.lowering or LOWERINGS) or way not in (asked.way or ("", *WAYS)):
             continue
-        head, cases = WAYS.get(way, (lowering, tuple(models_child.CASES)))
+        usual = tuple(models_child.CASES) if lowering == LOWERINGS[0] else INDUCTOR
+        head, cases = WAYS.get(way, (lowering, usual))
         rows, lines = [], []
         for name in asked.case or cases:
             title = models_child.CASES[name].title

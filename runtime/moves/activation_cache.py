@@ -174,8 +174,7 @@ class ActivationCache(CacheRoom):
             over = self._held_bytes + nbytes - self.limit_bytes
             if stays is not False:
                 over -= sum(k.saved.slot.nbytes for k in leaving)
-            by_table = self.steps.table is not None
-            victims = [] if by_table and not stays else self._victims(over)
+            victims = [] if self.steps.table and not stays else self._victims(over)
             if over > sum(v.saved.slot.nbytes for v in victims):
                 self.foresight.leaving(block)
                 self.foresight.cleaned(block)

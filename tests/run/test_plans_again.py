@@ -21,7 +21,7 @@ class Made(Plans):
 
     def __init__(self, kept_bytes: int, in_turn: bool, budget_bytes: int | None) -> None:
         entry = SimpleNamespace(in_turn=in_turn, most_kept_bytes=KEPT, most_wanted_bytes=WANTED)
-        runs = SimpleNamespace(budget_bytes=budget_bytes, entry=entry)
+        runs = SimpleNamespace(budget_bytes=budget_bytes, entry=entry, encloses=False)
         self.facts: Any = SimpleNamespace(runs=runs, kind_again=lambda kind: kind)
         self.variants, self.kinds = [], []
         self.kept_bytes = kept_bytes
@@ -77,7 +77,7 @@ def test_a_plan_may_keep_what_others_have_left(
     in_turn: bool, budget_bytes: int | None, wanted_bytes: int, keeps_bytes: int | None
 ) -> None:
     entry = SimpleNamespace(in_turn=in_turn, most_kept_bytes=KEPT, most_wanted_bytes=wanted_bytes)
-    runs: Any = SimpleNamespace(budget_bytes=budget_bytes, entry=entry)
+    runs: Any = SimpleNamespace(budget_bytes=budget_bytes, entry=entry, encloses=False)
     runs.may_keep_bytes = lambda: GraphRuns.may_keep_bytes(runs)
     facts: Any = SimpleNamespace(runs=runs)
     assert GraphFacts.kind_again(facts, USUAL) == PlanKind(keeps_bytes=keeps_bytes)

@@ -147,7 +147,7 @@ def test_blocks_of_a_step_that_is_planned_as_one_get_places(
         laid.append((places.blocks, follower().is_settled))
 
     monkeypatch.setattr(BlockPlaces, "_lay_out", watched)
-    train(tmp_path, 24, lambda step: USUAL)
+    train(tmp_path, 40, lambda step: USUAL)
     assert laid
     assert all(settled for _, settled in laid)
     assert max(blocks for blocks, _ in laid) >= 4 * LAYERS

@@ -73,7 +73,8 @@ class Waiting(Protocol):
     """A forward that waits for its backward."""
 
     waiting: bool
-    kept_bytes: int
+    #: what it would have left on the device if nothing had moved
+    full_bytes: int
     #: the most held so far while it waits, beside what it has left
     amid_bytes: int
 
@@ -187,14 +188,14 @@ class OutsideTensors:
         self._waiting.append(weakref.ref(forward))
 
     def holds(self, nbytes: int, own: Waiting | None = None) -> None:
-        """Note that so much is held now beside what waiting forwards have left. `own`: the forward
-        whose backward begins, which holds what it left itself."""
+        """Note that so much is held now beside what waiting forwards leave if nothing moves. `own`:
+        the forward whose backward begins, which holds what it left itself."""
         found = [(ref, one) for ref in self._waiting if (one := ref()) is not None and one.waiting]
         self._waiting = [ref for ref, _ in found]
         for _, one in reversed(found):
             if one is not own:
                 one.amid_bytes = max(one.amid_bytes, nbytes)
-                nbytes += one.kept_bytes
+                nbytes += one.full_bytes
 
     def spoil(self) -> None:
         """Do not measure the gap that lasts: a graph is compiled in it, which takes memory once."""
