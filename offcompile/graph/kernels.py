@@ -4,6 +4,11 @@ Inductor fuses all it can between two library calls, and a movement node in the 
 kernel in two. So a run of fusible ops between library calls is planned as one op: no move starts or
 is awaited inside it, tensors used only within it become its workspace, and it is recomputed as a
 whole.
+
+Inductor computes a value that it never writes in the kernel that reads it, even if the graph has a
+library call between the two. So such ops are put right before their first reader. If a kernel is in
+two parts all the same, neither part is recomputed without the other: forward would have to write
+that value, and keep it.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ def merge_kernels(
         return all(fuses(nodes[place]) for place in annotated.node_of[op.id])
 
     groups: list[list[Op]] = []
-    for op in annotated.problem.ops:
+    for op in _late(annotated.problem, fusible):
         last = groups[-1] if groups else []
         joins = last and len(last) < MOST_OPS and last[-1].phase == op.phase
         if joins and fusible(op) and fusible(last[-1]):
@@ -41,6 +46,41 @@ def merge_kernels(
         else:
             groups.append([op])
     return _merged(annotated, groups)
+
+
+def _late(problem: Problem, fusible: Callable[[Op], bool]) -> list[Op]:
+    """The ops, each one whose values are never written right before its first reader."""
+    ops = problem.ops
+    readers: dict[str, int] = {}
+    for i, op in enumerate(ops):
+        for t in op.reads:
+            readers.setdefault(t, i)
+    ahead: dict[int, list[int]] = {}
+    for i, op in enumerate(ops):
+        after = [readers[t] for t in op.writes if t in readers]
+        if not after or not fusible(op) or not all(_unwritten(problem, t) for t in op.writes):
+            continue
+        to = min(after)
+        changed = {t for other in ops[i + 1 : to] for t in other.writes}
+        if ops[to].phase == op.phase and changed.isdisjoint(op.reads):
+            ahead.setdefault(to, []).append(i)
+    found: list[Op] = []
+    late = {i for several in ahead.values() for i in several}
+    for i in range(len(ops)):
+        stack = [] if i in late else [(i, False)]
+        while stack:
+            at, seen = stack.pop()
+            if seen or at not in ahead:
+                found.append(ops[at])
+                continue
+            stack.append((at, True))
+            stack += [(before, False) for before in reversed(ahead[at])]
+    return found
+
+
+def _unwritten(problem: Problem, tensor_id: str) -> bool:
+    """True if Inductor is expected never to write the value to memory."""
+    return not problem.tensor[tensor_id].nbytes and _ends_by_itself(problem, tensor_id)
 
 
 def _merged(annotated: Annotated, groups: list[list[Op]]) -> Annotated:
@@ -58,6 +98,8 @@ def _merged(annotated: Annotated, groups: list[list[Op]]) -> Annotated:
         inner = {t for t in written if len(users[t]) == 1 and _ends_by_itself(problem, t)}
         gone |= inner
         merged = group[0] if len(group) == 1 and not inner else _one_op(problem, group, inner)
+        if any(_unwritten(problem, t) for t in merged.reads):
+            merged = replace(merged, recompute=False)
         ops.append(merged)
         node_of[merged.id] = tuple(p for op in group for p in annotated.node_of[op.id])
     tensors = tuple(t for t in problem.tensors if t.id not in gone)

@@ -15,7 +15,7 @@ pytestmark = needs_the_device
 
 
 def test_an_mlp_is_plain_s_to_the_bit_and_keeps_its_budget() -> None:
-    run_checks("least-mlp", "peak", "excess", "loss_outside")
+    run_checks("least-mlp", "peak", "excess", "loss_outside", "loss_apart")
 
 
 @pytest.mark.long

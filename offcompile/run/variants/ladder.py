@@ -95,7 +95,8 @@ def around(plans: Plans, call: Call) -> Variant | None:
     said = (
         f"planned again with room for {show_bytes(took)} that graphs between forward and backward"
     )
-    log_decision(runs.name, f"{said} take")
+    plans.facts.profile.note(f"{said} take")
+    log_decision(runs.name, plans.facts.profile.said[-1])
     return made if plans.within(made, held, call) else None
 
 
