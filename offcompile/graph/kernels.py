@@ -49,33 +49,23 @@ def merge_kernels(
 
 
 def _late(problem: Problem, fusible: Callable[[Op], bool]) -> list[Op]:
-    """The ops, each one whose values are never written right before its first reader."""
+    """The ops, each one whose values are never written right before the first that reads them."""
     ops = problem.ops
+    #: the place of each op in the new order: its own, or that of the op that it comes before
+    place = list(range(len(ops)))
+    #: tensor → the first place at which it is read
     readers: dict[str, int] = {}
-    for i, op in enumerate(ops):
-        for t in op.reads:
-            readers.setdefault(t, i)
-    ahead: dict[int, list[int]] = {}
-    for i, op in enumerate(ops):
+    for i in reversed(range(len(ops))):
+        op = ops[i]
         after = [readers[t] for t in op.writes if t in readers]
-        if not after or not fusible(op) or not all(_unwritten(problem, t) for t in op.writes):
-            continue
-        to = min(after)
-        changed = {t for other in ops[i + 1 : to] for t in other.writes}
-        if ops[to].phase == op.phase and changed.isdisjoint(op.reads):
-            ahead.setdefault(to, []).append(i)
-    found: list[Op] = []
-    late = {i for several in ahead.values() for i in several}
-    for i in range(len(ops)):
-        stack = [] if i in late else [(i, False)]
-        while stack:
-            at, seen = stack.pop()
-            if seen or at not in ahead:
-                found.append(ops[at])
-                continue
-            stack.append((at, True))
-            stack += [(before, False) for before in reversed(ahead[at])]
-    return found
+        if after and fusible(op) and all(_unwritten(problem, t) for t in op.writes):
+            to = min(after)
+            changed = {t for other in ops[i + 1 : to] for t in other.writes}
+            if ops[to].phase == op.phase and changed.isdisjoint(op.reads):
+                place[i] = to
+        for t in op.reads:
+            readers[t] = min(place[i], readers.get(t, place[i]))
+    return [ops[i] for i in sorted(range(len(ops)), key=lambda i: (place[i], i))]
 
 
 def _unwritten(problem: Problem, tensor_id: str) -> bool:

@@ -74,6 +74,22 @@ def test_no_part_of_a_kernel_runs_again_without_the_other() -> None:
     assert not reader.recompute
 
 
+def test_a_value_of_several_readers_is_there_for_the_first() -> None:
+    found = merged(
+        op("mm_a", "x", "a"),
+        op("exp", "a", "e"),
+        op("sigmoid", "e a", "s"),  # late, and so no reader that counts
+        op("mm_b", "x", "b"),
+        op("log", "e b", "l"),
+        op("mm_c", "l", "c"),
+        op("mul", "s c", "m"),
+        unwritten=("e", "s"),
+    )
+    assert [o.id for o in found.problem.ops] == ["mm_a", "mm_b", "exp", "mm_c", "sigmoid"]
+    assert [n for _, n in found.node_of["exp"]] == ["exp", "log"]
+    assert [n for _, n in found.node_of["sigmoid"]] == ["sigmoid", "mul"]
+
+
 def test_a_value_stays_in_its_place_if_what_it_is_made_of_changes_before_it_is_read() -> None:
     found = gated(op("mm_into", "x", "a"))
     assert [o.id for o in found.problem.ops][:3] == ["mm_a", "exp", "mm_into"]
