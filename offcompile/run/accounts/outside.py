@@ -9,9 +9,9 @@ gap that takes much is one more execution.
 On the CPU torch's allocator counts what this thread allocates (`tensor_memory`), in every gap. On a
 card its allocator has a peak that others may want to read, so only the first few gaps are measured.
 
-A small graph may run in such a gap, too: transformers compute some losses in a graph of their own.
-So for each forward it is also noted how much was held until its backward began, by graphs (as they
-were planned) and by the program, beside what forwards have left.
+A small graph may run in such a gap, too: transformers computes some losses in a graph of their own.
+So for each forward it is also noted how much graphs and the program held until its backward began,
+and what newer forwards would leave if nothing moved.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Waiting(Protocol):
     waiting: bool
     #: what it would have left on the device if nothing had moved
     full_bytes: int
-    #: the most held so far while it waits, beside what it has left
+    #: the most held so far while it waits, without what it has left itself
     amid_bytes: int
 
 
@@ -188,8 +188,8 @@ class OutsideTensors:
         self._waiting.append(weakref.ref(forward))
 
     def holds(self, nbytes: int, own: Waiting | None = None) -> None:
-        """Note that so much is held now beside what waiting forwards leave if nothing moves. `own`:
-        the forward whose backward begins, which holds what it left itself."""
+        """Note that so much is held now, without what waiting forwards have left. `own`: the one
+        whose backward begins; its plan counts what it left."""
         found = [(ref, one) for ref in self._waiting if (one := ref()) is not None and one.waiting]
         self._waiting = [ref for ref, _ in found]
         for _, one in reversed(found):

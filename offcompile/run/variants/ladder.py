@@ -16,7 +16,7 @@ from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, USUAL, PlanKind
 from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.weights import is_there_by_plan
 
-from .plans import Call, Plans, Variant
+from .plans import MOST_VARIANTS, Call, Plans, Variant
 
 #: share of the budget that a graph, plus the saved activations of another one like it, may take
 #: in the first step
@@ -74,30 +74,29 @@ def around(plans: Plans, call: Call) -> Variant | None:
     """Take a plan of the usual kind that leaves their room to all that runs between its halves: to
     small graphs, such as that of a loss."""
     runs, took = plans.facts.runs, _held_amid(plans, call)
-    if took is None or plans.agreement.planned_together:
+    if took is None:
         return None
     found = plans.first_within([v for v in plans.variants if encloses(plans, v, call)], call)
     if found is not None:
         return found
     assert runs.budget_bytes is not None
-    kind = USUAL._replace(outside_bytes=round_up(took, runs.budget_bytes // OUTSIDE_PARTS))
-    if kind in plans.in_vain:
+    part = max(1, runs.budget_bytes // OUTSIDE_PARTS)
+    kind = USUAL._replace(outside_bytes=round_up(took, part))
+    if kind in plans.in_vain or len(plans.variants) > MOST_VARIANTS // 2:
         return None
     before, plans.outside_bytes = plans.outside_bytes, kind.outside_bytes
     plans.look_at_weights(call)
     held = plans.held(call)
-    try:
+    with suppress(Infeasible):
         made = plans.make(call, held, explains=False)
-    except Infeasible:
-        plans.outside_bytes = before
-        plans.in_vain.add(kind)
-        return None
-    said = (
-        f"planned again with room for {show_bytes(took)} that graphs between forward and backward"
-    )
-    plans.facts.profile.note(f"{said} take")
-    log_decision(runs.name, plans.facts.profile.said[-1])
-    return made if plans.within(made, held, call) else None
+        if plans.within(made, held, call):
+            took_by = f"{show_bytes(took)} that graphs between forward and backward take"
+            plans.facts.profile.note(f"planned again with room for {took_by}")
+            log_decision(runs.name, plans.facts.profile.said[-1])
+            return made
+    plans.outside_bytes = before
+    plans.in_vain.add(kind)
+    return None
 
 
 def emptied(plans: Plans, call: Call) -> Variant | None:
@@ -175,6 +174,8 @@ def _held_amid(plans: Plans, call: Call) -> int | None:
     runs = plans.facts.runs
     entry, budget = runs.entry, runs.budget_bytes
     if budget is None or not entry.in_turn or not entry.trains or entry.bindings > 1:
+        return None
+    if plans.agreement.planned_together:
         return None
     took = call.parameters.gap_peaks.amid_bytes(call.sizes)
     if took is None or took > budget * MOST_AMID or not runs.usage.all_enclose():
