@@ -145,3 +145,16 @@ def on_a_disk(tmp_path: Path) -> None:
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before the test, and no runtime is open after it."""
+    import torch
+
+    from offcompile.runtime.moves.registry import close_all
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    close_all()

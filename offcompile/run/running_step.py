@@ -97,7 +97,8 @@ class RunningHalf:
                     guard.places.begin_step(runs, planned, self._room_bytes, runs.binding.ids)
                 else:
                     guard.places.begin_other_step(runs)
-            if self._heap_watched and not self._within_step(room, begins=True):
+            begins = phase != BACKWARD or room is not None
+            if self._heap_watched and begins and not self._is_amid(room):
                 self._begin_heap(room)
             started = clock.start()
             with self._watched():
@@ -116,7 +117,7 @@ class RunningHalf:
                 result[i] = taken_or_kept(result[i])
         self._over()
         if phase != FORWARD:
-            if self._heap_watched and not self._within_step(room, begins=False):
+            if self._heap_watched and not self._is_amid(room):
                 heap().end()
             if self._drives is not None:
                 self._drives.step_over()
@@ -127,13 +128,10 @@ class RunningHalf:
     def _begins_step(self) -> bool:
         return self.phase != BACKWARD and not self.facts.runs.usage.waiting_forwards()
 
-    def _within_step(self, room: Room | None, begins: bool) -> bool:
-        """True if the heap's limit for a step goes on: for the step of this graph, or of one around
-        this one."""
+    def _is_amid(self, room: Room | None) -> bool:
+        """True if the step of a graph around this one goes on, whose limit the heap keeps."""
         runs = self.facts.runs
-        if room is None and runs.encloses and runs.usage.waiting_forwards():
-            return True
-        return begins and self.phase == BACKWARD and room is None
+        return room is None and runs.encloses and runs.usage.waiting_forwards() > 0
 
     def _room_bytes(self) -> int:
         """Bytes of the budget for what comes and goes in a step, whichever graph makes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import offcompile
 from offcompile.run.accounts.outside import GapPeaks, OutsideTensors
 from offcompile.run.accounts.usage import ParameterSet, PendingBackward
 from offcompile.runtime.memory.malloc.heap import heap
-from offcompile.runtime.moves.registry import close_all, runtimes
+from offcompile.runtime.moves.registry import runtimes
 
 MIB = 1 << 20
 LAYERS, ROWS, CLASSES, STEPS = 6, 2048, 256, 6
@@ -28,26 +28,21 @@ OTHERS_BYTES = 1 * MIB
 SAID = "that graphs between forward and backward take"
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    close_all()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-noted: list[int] = []
+measured: list[int] = []
 
 
-@torch.library.custom_op("offcompile_tests::noting", mutates_args=())
-def noting(x: Tensor) -> Tensor:
-    """A copy; notes what malloc has handed out."""
-    noted.append(heap().live_bytes())
+@torch.library.custom_op("offcompile_tests::measured_copy", mutates_args=())
+def measured_copy(x: Tensor) -> Tensor:
+    """A copy; measures what malloc has handed out."""
+    measured.append(heap().live_bytes())
     return x.clone()
 
 
-noting.register_fake(torch.empty_like)
-noting.register_autograd(lambda ctx, grad: noting(grad))
+measured_copy.register_fake(torch.empty_like)
+measured_copy.register_autograd(lambda ctx, grad: measured_copy(grad))
 
 
 class Model(nn.Module):
@@ -66,11 +61,11 @@ class Model(nn.Module):
             x = block(x)
         logits = self.head(x)
         torch._dynamo.graph_break()
-        return F.cross_entropy(noting(logits), targets)
+        return F.cross_entropy(measured_copy(logits), targets)
 
 
 def train(model: Model, compiled: Callable[..., Tensor]) -> tuple[list[str], int]:
-    """Losses and gradients as exact text, and the most noted in the last two steps: the weights,
+    """Losses and gradients as exact text, and the most measured in the last two steps: the weights,
     and what was held beyond what the process held before."""
     seen = []
     for step in range(STEPS):
@@ -78,14 +73,14 @@ def train(model: Model, compiled: Callable[..., Tensor]) -> tuple[list[str], int
         targets = torch.arange(ROWS) % CLASSES
         gc.collect()
         if step == STEPS - 2:
-            noted.clear()
+            measured.clear()
             before = heap().live_bytes()
         loss = compiled(x, targets)
         loss.backward()
         seen.append(float(loss.detach()).hex())
         seen += step_by_hand(model.parameters())
         del loss
-    return seen, max(noted) - before + sum(p.nbytes for p in model.parameters())
+    return seen, max(measured) - before + sum(p.nbytes for p in model.parameters())
 
 
 def within(memory: int | None, spill: Path, breaks: tuple[int, ...] = ()) -> tuple[list[str], int]:

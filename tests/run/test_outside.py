@@ -4,7 +4,7 @@ the budget from the step on that has shown them."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from offcompile.run.accounts.outside import MEASURED_ON_CARD, GapPeaks, OutsideT
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.device.streams import MemoryUse
 from offcompile.runtime.memory.malloc.heap import heap
-from offcompile.runtime.moves.registry import close_all
 
 MIB = 1 << 20
 WIDTH, LAYERS, ROWS, CLASSES = 256, 6, 1024, 1024
@@ -29,12 +28,7 @@ SCRATCH_BYTES = 32 * MIB
 OTHERS_BYTES = 1 * MIB
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    close_all()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Layer(nn.Module):

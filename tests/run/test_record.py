@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import offcompile
 from offcompile.ir import InvalidInput
 from offcompile.ir.trace import Run, Trace
 from offcompile.ir.traceio import loads_trace, parse_trace
-from offcompile.runtime.moves.registry import close_all
 
 WIDTH, BATCH = 16, 32
 #: bytes of one linear layer
@@ -31,12 +29,7 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    close_all()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def blocks(count: int) -> nn.Sequential:

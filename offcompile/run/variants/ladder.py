@@ -76,7 +76,7 @@ def around(plans: Plans, call: Call) -> Variant | None:
     runs, took = plans.facts.runs, _held_amid(plans, call)
     if took is None:
         return None
-    found = plans.first_within([v for v in plans.variants if encloses(plans, v, call)], call)
+    found = plans.first_within([v for v in plans.variants if _leaves(v, took)], call)
     if found is not None:
         return found
     assert runs.budget_bytes is not None
@@ -165,7 +165,12 @@ LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
 def encloses(plans: Plans, variant: Variant, call: Call) -> bool:
     """True if the plan leaves their room to all graphs that run before its backward."""
     took = _held_amid(plans, call)
-    return took is not None and variant.kind.is_usual and variant.kind.outside_bytes >= took
+    return took is not None and _leaves(variant, took)
+
+
+def _leaves(variant: Variant, nbytes: int) -> bool:
+    """True if the plan leaves so much to others at its turn."""
+    return variant.kind.is_usual and variant.kind.outside_bytes >= nbytes
 
 
 def _held_amid(plans: Plans, call: Call) -> int | None:
