@@ -18,5 +18,11 @@ def test_every_case_held_or_is_named() -> None:
 
 def test_what_broke_is_marked_and_what_may_is_named() -> None:
     text = rows.table([rows.Row("a", 2, 3, ("third: refused",)), rows.Row("b", 1, 2)])
-    assert "| a | 2 | 3 |" in text and "- third: refused" in text
+    assert "| a | 2 | 3 |" in text and "- refused: third" in text
     assert "| b **broken** | 1 | 2 |" in text
+
+
+def test_cases_and_rows_with_one_reason_share_a_line() -> None:
+    cases = ("x: fails alike (in 1)", "y: fails alike (in 2)")
+    text = rows.table([rows.Row("a", 0, 2, cases), rows.Row("b", 3, 5, cases)])
+    assert text.endswith("Not counted as held, a; b:\n\n- fails alike: x, y")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 #: part → its rows, as its last full run counted them
 KEPT = _ROOT / "benchmarks" / "results" / "trust.json"
 PAGE = _ROOT / "docs" / "trust.md"
+_IN_BRACKETS = re.compile(r" \(.*\)")
 _BEGIN, _END = "<!-- written by `make soak` -->", "<!-- end of what is written -->"
 
 
@@ -39,11 +41,25 @@ def table(rows: Iterable[Row]) -> str:
         figures = ", ".join(f"{name} {figure}" for name, figure in row.figures)
         mark = "" if row.holds else " **broken**"
         lines.append(f"| {row.what}{mark} | {row.done:,} | {row.of:,} | {figures} |")
-    for row in rows:
-        if row.exceptions:
-            lines += ["", f"Not counted as held, {row.what}:", ""]
-            lines += [f"- {exception}" for exception in row.exceptions]
+    for told, whats in _exceptions(rows).items():
+        lines += ["", f"Not counted as held, {'; '.join(whats)}:", ""]
+        lines += [f"- {line}" for line in told]
     return "\n".join(lines)
+
+
+def _exceptions(rows: Iterable[Row]) -> dict[tuple[str, ...], list[str]]:
+    """Lines, one a reason with the cases that share it → the rows that they hold for. The file of
+    the counts keeps what brackets add to a reason in each case."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        cases: dict[str, list[str]] = {}
+        for exception in row.exceptions:
+            case, _, why = exception.partition(": ")
+            cases.setdefault(_IN_BRACKETS.sub("", why), []).append(case)
+        if cases:
+            told = tuple(f"{why}: {', '.join(names)}" for why, names in cases.items())
+            found.setdefault(told, []).append(row.what)
+    return found
 
 
 def kept() -> dict[str, list[Row]]:
