@@ -40,6 +40,8 @@ class NeedsBySize:
     #: bytes of all tensors of the step
     total_bytes: int
     known: dict[tuple[int, ...], Footprint] = field(default_factory=dict)
+    #: the needs of a plan that was passed over for this one, and never compiled
+    passed_over: NeedsBySize | None = None
 
     def at(self, sizes: tuple[int, ...]) -> Footprint:
         """The needs for these values of the graph's symbols, in order."""

@@ -155,7 +155,7 @@ class CapturedGraph:
         results."""
         runs, plans, sizes = self.facts.runs, self.plans, call.sizes
         kept = variant.needs_at(sizes).kept_bytes
-        whole = max(kept, plans.variants[0].needs_at(sizes).kept_bytes)
+        whole = max(kept, plans.whole_at(sizes).kept_bytes)
         whole = kept if runs.encloses else whole
         waiting = runs.entry.begin(outputs, call.parameters, kept, whole)
         if waiting is None:

@@ -12,7 +12,7 @@ from offcompile.graph.lowering.lower import Compiled, Halves, Phase
 from offcompile.graph.split import Splits
 from offcompile.runtime.base.interpreter import rarely_collected
 
-from .plan.contract import GraphFacts, Planned, PlanRequest
+from .plan.contract import GraphFacts, Instead, Planned, PlanRequest
 from .plan.plan_graph import plan_graph
 from .problem_source import ProblemSource
 from .ranks.meeting import Meeting
@@ -24,17 +24,25 @@ class CompileHooks:
     """The hooks of one lowering (`graph.lowering.lower.Hooks`). `planned` is set by the first."""
 
     def __init__(
-        self, facts: GraphFacts, request: PlanRequest, meeting: Meeting | None = None
+        self,
+        facts: GraphFacts,
+        request: PlanRequest,
+        meeting: Meeting | None = None,
+        instead: Instead | None = None,
     ) -> None:
-        self.facts, self.request, self.meeting = facts, request, meeting
+        self.facts, self.request, self.meeting, self.instead = facts, request, meeting, instead
         kind = facts.target.device.type
         self.source = ProblemSource(facts.options, facts.target, facts.profile, kind, request.sizes)
+        facts.runs.usage.outside.compiles()
         # measures, so not while the graph is traced
         self.source.learn_codecs()
         self.planned: Planned | None = None
         #: captures the halves once their plan has settled; None: nobody asked for that
         self.step: StepGraph | None = None
         self._splits: Splits | None = None
+
+    def compiles(self, phase: Phase) -> None:
+        self.facts.runs.usage.outside.compiles()
 
     def may_split(self, splits: Splits) -> None:
         self._splits = splits
@@ -58,7 +66,7 @@ class CompileHooks:
     @property
     def no_buffer_reuse(self) -> bool:
         """True if buffers of evicted tensors must not be reused: the runtime may keep them."""
-        return self.request.kind.offload_saved
+        return self.planned is not None and self.planned.request.kind.offload_saved
 
     def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
         """Wrap a compiled graph to time, verify and account for each run."""
@@ -88,8 +96,9 @@ class CompileHooks:
             request.fixed,
         )
         splits, self._splits = self._splits, None  # holds the whole joint graph
+        instead, self.instead = self.instead, None  # holds a batch
         with rarely_collected():
             self.planned, made = plan_graph(
-                facts, request, self.source, given, splits, self.meeting
+                facts, request, self.source, given, splits, self.meeting, instead
             )
         return made

@@ -58,7 +58,6 @@ class RunningHalf:
         step: StepGraph | None = None,
     ) -> None:
         process.garbage.compiled()
-        facts.runs.usage.outside.spoil()
         report, on_cpu = planned.report, facts.target.device.type == "cpu"
         self.facts, self.planned, self.phase, self.compiled = facts, planned, phase, compiled
         self._step = step

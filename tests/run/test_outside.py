@@ -197,17 +197,21 @@ def test_on_a_card_few_gaps_are_measured_and_their_most_goes_on_to_count() -> No
     assert device.most_bytes == MEASURED_ON_CARD * MIB
 
 
-def test_a_gap_in_which_a_graph_is_compiled_and_one_between_steps_do_not_count() -> None:
+@pytest.mark.parametrize(("compiles", "in_step", "wanted"), [(True, True, 1), (False, False, 0)])
+def test_what_compiling_takes_in_a_gap_and_a_gap_between_steps_do_not_count(
+    compiles: bool, in_step: bool, wanted: int
+) -> None:
     card: Any = CudaDevice.__new__(CudaDevice)
     card.streams = streams = FakeStreams()
     device, peaks, place = OutsideTensors(), GapPeaks(), ("forward", ())
-    for spoil, in_step in ((True, True), (False, False)):
-        device.begins(peaks, place, card)
+    device.begins(peaks, place, card)
+    streams.peak_bytes += MIB
+    for _ in range(2 * compiles):  # the second one begins where nothing is measured any more
+        device.compiles()
         streams.peak_bytes += MIB
-        if spoil:
-            device.spoil()
-        device.ends(in_step)
-    assert peaks.times(place) == device.most_bytes == 0
+    device.ends(in_step)
+    assert peaks.most_bytes(place) == device.most_bytes == wanted * MIB
+    assert peaks.times(place) == wanted
 
 
 def test_a_step_that_has_room_for_its_loss_stays_as_it_is(

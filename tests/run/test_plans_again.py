@@ -92,7 +92,7 @@ def test_a_plan_with_a_limit_may_place_states_like_a_usual_one(
     free: Any = object()
 
     class Hooked:
-        def __init__(self, facts: Any, request: PlanRequest, meeting: Any) -> None:
+        def __init__(self, facts: Any, request: PlanRequest, meeting: Any, instead: Any) -> None:
             requests.append(request)
 
     def lower(hooks: Hooked, inputs: Any) -> Any:

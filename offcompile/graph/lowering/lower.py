@@ -73,6 +73,14 @@ class Hooks(Protocol):
 
 
 @runtime_checkable
+class CompilingHooks(Protocol):
+    """Hooks that are told of each compilation."""
+
+    def compiles(self, phase: Phase) -> None:
+        """Called before a half is compiled; for backward, that may be in the midst of a step."""
+
+
+@runtime_checkable
 class SplitHooks(Protocol):
     """Hooks that may replace the graphs by ones with a split loss."""
 
@@ -143,6 +151,8 @@ class _Job:
 
     def before(self, phase: Phase) -> None:
         """Call this before a half is compiled."""
+        if isinstance(self.hooks, CompilingHooks):
+            self.hooks.compiles(phase)
         if self.changed and phase == "forward":
             # Torch does the same when the first backward asks to keep its graph. The list must be
             # empty: with None, as config.donated_buffer=False leaves it, the runtime check still

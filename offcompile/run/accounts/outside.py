@@ -127,12 +127,19 @@ def _meter(device: Device, times: int) -> _Meter | None:
 
 @dataclass(eq=False)
 class _Gap:
-    """The gap that lasts. `paused`: the keeper for which it is an execution."""
+    """The gap that lasts. `meter`: None if it is not measured, or no more. `paused`: the keeper for
+    which it is an execution."""
 
     peaks: GapPeaks
     place: Place
     meter: _Meter | None
     paused: weakref.ref[ActivationCache] | None
+    #: the most that was measured before the meter was taken away
+    took_bytes: int | None = None
+
+    def most_bytes(self) -> int | None:
+        """The most that it has taken, as far as it is known."""
+        return self.took_bytes if self.meter is None else self.meter.most_bytes()
 
 
 class OutsideTensors:
@@ -170,8 +177,8 @@ class OutsideTensors:
         """End the gap: an execution begins, in the same step or in the next."""
         gap, self._gap = self._gap, None
         if gap is not None:
-            if in_step and gap.meter is not None:
-                gap.peaks.note(gap.place, gap.meter.most_bytes())
+            if in_step and (took_bytes := gap.most_bytes()) is not None:
+                gap.peaks.note(gap.place, took_bytes)
             if in_step:
                 most_bytes = gap.peaks.most_bytes(gap.place)
                 self._now_bytes = max(self._now_bytes or 0, most_bytes)
@@ -197,7 +204,9 @@ class OutsideTensors:
                 one.amid_bytes = max(one.amid_bytes, nbytes)
                 nbytes += one.full_bytes
 
-    def spoil(self) -> None:
-        """Do not measure the gap that lasts: a graph is compiled in it, which takes memory once."""
-        if self._gap is not None:
-            self._gap.meter = None
+    def compiles(self) -> None:
+        """Note that a graph is about to be compiled in the gap that lasts, which takes memory once:
+        what the program has taken before counts, and no more is measured."""
+        gap = self._gap
+        if gap is not None:
+            gap.took_bytes, gap.meter = gap.most_bytes(), None

@@ -158,6 +158,10 @@ class PlanRequest:
         )
 
 
+#: given a request and what the plan for it needs: the request to plan for in its place, or None
+Instead = Callable[[PlanRequest, NeedsBySize], PlanRequest | None]
+
+
 @dataclass(frozen=True, eq=False)
 class Planned:
     """The plan of one graph, whole. It holds no graphs unless its sizes are dynamic."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from offcompile.graph.lowering.order import pin_order
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
 from offcompile.graph.weight_placement import Choice
-from offcompile.ir import DEVICE, HOST, Machine, Plan, Problem
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 from offcompile.planning.empty_turn import kept_at_turn
 from offcompile.planning.feedback.corrections import with_factors
 from offcompile.planning.feedback.endurance import planned_life
@@ -42,7 +43,7 @@ from offcompile.runtime.base.progress import Progress
 
 from .candidates import Candidate
 from .carry_out import carry_out, reserve, unplaced
-from .contract import GraphFacts, Planned, PlanRequest
+from .contract import GraphFacts, Instead, Planned, PlanRequest
 from .free_states import with_states
 from .pieces import best_candidate
 from .planner import GraphPlanner
@@ -57,9 +58,11 @@ def plan_graph(
     given: Graphs,
     splits: Splits | None,
     meeting: Meeting | None = None,
+    instead: Instead | None = None,
 ) -> tuple[Planned, Graphs | None]:
     """Return the plan, and the graphs that carry it out; None if they are the given ones. Raises
-    `Infeasible`. `splits`: offers to split the loss. `meeting`: the ranks that plan together."""
+    `Infeasible`. `splits`: offers to split the loss. `meeting`: the ranks that plan together.
+    `instead` may pass over the plan for another one before it is carried out."""
     name, options = request.name, facts.options
     with Progress(name) as progress:
         planner = GraphPlanner(source, request, progress)
@@ -70,9 +73,17 @@ def plan_graph(
             request = planner.request
         else:
             found = plan_together(meeting, planner, given, splits)
-        source, planner = found.source, replace(planner, source=found.source)
+        planner = replace(planner, source=found.source)
         known = report_of(planner, found.choice)
         progress.becomes(known.summary())
+    needs = _needs(planner, found, known, facts.symbols)
+    facts.runs.entry.trains = found.graphs.backward is not None
+    if instead is not None and (rather := instead(request, needs)) is not None:
+        with suppress(Infeasible):
+            planned, graphs = plan_graph(facts, rather, source, given, splits)
+            planned.needs.passed_over = needs
+            return planned, graphs
+    source = found.source
     annotated, decided = found.choice.annotated, found.choice.decided
     verifying = _verifying(facts, planner, given, found) if options.verify else None
     verified = None if verifying is None else verifying.verified
@@ -96,8 +107,6 @@ def plan_graph(
         ),
     )
     weights = weights_of(found.graphs, annotated, sorted(facts.parameters))
-    needs = _needs(planner, found, report, facts.symbols)
-    facts.runs.entry.trains = found.graphs.backward is not None
     made, placement = None, unplaced(facts)
     if not decided.fits:
         made, placement = carry_out(facts, name, found, verified)

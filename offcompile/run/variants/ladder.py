@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from offcompile.ir import Infeasible
+from offcompile.ir import FORWARD, Infeasible
 from offcompile.ir.units import show_bytes
+from offcompile.planning.footprint import Footprint, NeedsBySize
 from offcompile.report.log import log_decision
 from offcompile.run.accounts.other_optimizers import watch_steps
-from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, USUAL, PlanKind
+from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, USUAL, PlanKind, PlanRequest
 from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.weights import is_there_by_plan
 
@@ -35,7 +38,7 @@ def make_first(plans: Plans, call: Call) -> None:
     plans.look_at_weights(call)
     held = plans.likely_held(call)
     try:
-        plans.make(call, held)
+        plans.make(call, held, instead=partial(_emptied_at_once, plans, call))
     except Infeasible:
         if plans.surely_held(call) < held or plans.states_give_way(call):
             make_first(plans, call)
@@ -79,8 +82,7 @@ def around(plans: Plans, call: Call) -> Variant | None:
     found = plans.first_within([v for v in plans.variants if _leaves(v, took)], call)
     if found is not None:
         return found
-    assert runs.budget_bytes is not None
-    part = max(1, runs.budget_bytes // OUTSIDE_PARTS)
+    part = _part(plans)
     kind = USUAL._replace(outside_bytes=round_up(took, part))
     if kind in plans.in_vain or len(plans.variants) > MOST_VARIANTS // 2:
         return None
@@ -90,9 +92,10 @@ def around(plans: Plans, call: Call) -> Variant | None:
     with suppress(Infeasible):
         made = plans.make(call, held, explains=False)
         if plans.within(made, held, call):
-            took_by = f"{show_bytes(took)} that graphs between forward and backward take"
-            plans.facts.profile.note(f"planned again with room for {took_by}")
-            log_decision(runs.name, plans.facts.profile.said[-1])
+            if took >= part:
+                took_by = f"{show_bytes(took)} that graphs between forward and backward take"
+                plans.facts.profile.note(f"planned again with room for {took_by}")
+                log_decision(runs.name, plans.facts.profile.said[-1])
             return made
     plans.outside_bytes = before
     plans.in_vain.add(kind)
@@ -103,7 +106,8 @@ def emptied(plans: Plans, call: Call) -> Variant | None:
     """Take a plan that lets everything saved for backward leave, if this graph is one of several
     whose saved activations together exceed the budget; with weights on the host if need be."""
     hosts = _have_left(plans, call)
-    whole = _by_preference(plans, call)[-1] if hosts else plans.variants[0]
+    there = _by_preference(plans, call) if hosts else []
+    whole = there[-1].needs_at(call.sizes) if there else plans.whole_at(call.sizes)
     if not plans.facts.runs.entry.trains or BOTH in plans.in_vain:
         return None
     if not _crowded(plans, call, whole):
@@ -138,6 +142,8 @@ def known(plans: Plans, call: Call) -> Variant | None:
 def new(plans: Plans, call: Call) -> Variant | None:
     """Make a plan for what is held beside now; if there is none, with all weights on the host."""
     plans.look_at_weights(call)
+    if (made := _with_room_outside(plans, call)) is not None:
+        return made
     try:
         return plans.make(call, plans.held(call))
     except Infeasible:
@@ -162,10 +168,38 @@ LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
 # --- parts of them ------------------------------------------------------------------------------
 
 
+def _part(plans: Plans) -> int:
+    """One of the parts of the budget in which plans leave room to others."""
+    budget = plans.facts.runs.budget_bytes
+    assert budget is not None
+    return max(1, budget // OUTSIDE_PARTS)
+
+
 def encloses(plans: Plans, variant: Variant, call: Call) -> bool:
     """True if the plan leaves their room to all graphs that run before its backward."""
     took = _held_amid(plans, call)
     return took is not None and _leaves(variant, took)
+
+
+def _with_room_outside(plans: Plans, call: Call) -> Variant | None:
+    """Make a plan with room for what the program itself held between the halves of this graph so
+    far, such as its loss. None if that is known, or little, or if there is no such plan."""
+    runs, before = plans.facts.runs, plans.outside_bytes
+    if runs.budget_bytes is None or runs.entry.in_turn or plans.agreement.planned_together:
+        return None
+    took, part = call.parameters.gap_peaks.most_bytes((FORWARD, call.sizes)), _part(plans)
+    if took < max(part, before):
+        return None
+    plans.outside_bytes = round_up(took, part)
+    try:
+        made = plans.make(call, plans.held(call), explains=False)
+    except Infeasible:
+        plans.outside_bytes = before
+        return None
+    said = f"between forward and backward the program itself held {show_bytes(took)}"
+    plans.facts.profile.note(f"{said}; planned again with that much room")
+    log_decision(runs.name, plans.facts.profile.said[-1])
+    return made
 
 
 def _leaves(variant: Variant, nbytes: int) -> bool:
@@ -273,12 +307,28 @@ def _have_leave(
     return plans.within(variant, plans.held(call), call)
 
 
-def _crowded(plans: Plans, call: Call, whole: Variant) -> bool:
-    """True if this graph and others together save more for backward than the budget holds."""
+def _emptied_at_once(
+    plans: Plans, call: Call, request: PlanRequest, needs: NeedsBySize
+) -> PlanRequest | None:
+    """Ask for a plan that lets everything saved leave, in place of the first plan, if `emptied`
+    would take one for this call anyway: the first would be compiled in vain."""
+    facts, entry = plans.facts, plans.facts.runs.entry
+    if facts.runs.budget_bytes is None or not entry.trains or _have_left(plans, call):
+        return None
+    if not facts.runs.usage.sent.isdisjoint(call.parameters.ids):
+        return None
+    if not _crowded(plans, call, needs.at(call.sizes)):
+        return None
+    held = plans.held(call)
+    return replace(request, kind=EMPTIED, held_bytes=held, explains=False, states=None)
+
+
+def _crowded(plans: Plans, call: Call, needs: Footprint) -> bool:
+    """True if this graph and others together save more for backward than the budget holds; alone it
+    has these needs."""
     runs = plans.facts.runs
     budget, usage, entry = runs.budget_bytes, runs.usage, runs.entry
     assert budget is not None
-    needs = whole.needs_at(call.sizes)
     held, peak = plans.held(call), needs.peak_bytes
     alone = entry.has_returned and not entry.in_turn
     if alone or peak > budget:

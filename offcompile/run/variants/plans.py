@@ -31,6 +31,7 @@ from offcompile.run.plan.contract import (
     USUAL,
     FreeStates,
     GraphFacts,
+    Instead,
     PlanKind,
     Planned,
     PlanRequest,
@@ -187,9 +188,10 @@ class Plans:
         explains: bool = True,
         settled: Settled | None = None,
         meeting: Meeting | None = None,
+        instead: Instead | None = None,
     ) -> Variant:
         """Plan and compile for this call. Raises `Infeasible`. See `PlanRequest`. `meeting`: the
-        exchange with other ranks, if there is one already."""
+        exchange with other ranks, if there is one already. `instead`: see `plan_graph`."""
         facts = self.facts
         if len(self.variants) >= MOST_VARIANTS + facts.profile.replans:
             raise OffloadError(
@@ -216,7 +218,7 @@ class Plans:
             meeting = self.agreement.meeting()
         if meeting is None and kind.is_usual and settled is None:
             request = replace(request, states=self._free_states(call))
-        hooks = CompileHooks(facts, request, meeting)
+        hooks = CompileHooks(facts, request, meeting, None if meeting else instead)
         try:
             run = self.traced.lower(hooks, call.inputs)
         except Infeasible as error:
@@ -228,7 +230,8 @@ class Plans:
                 self.agreement.keep(meeting)
         planned = hooks.planned
         placement = unplaced(facts) if planned is None else planned.placement
-        variant = Variant(kind, planned, placement, run, hooks.step)
+        made_kind = kind if planned is None else planned.request.kind
+        variant = Variant(made_kind, planned, placement, run, hooks.step)
         if variant.moves or facts.runs.budget_bytes is None:
             self.fixed.tell()
         self.variants.append(variant)
@@ -324,6 +327,13 @@ class Plans:
     def _next_name(self) -> str:
         number, name = len(self.variants) + self.trial.given_up + 1, self.facts.runs.name
         return name if number == 1 else f"{name}, plan {number}"
+
+    def whole_at(self, sizes: tuple[int, ...]) -> Footprint:
+        """Return the needs of the first plan for these sizes, even if it was passed over."""
+        planned = self.variants[0].planned
+        if planned is None:
+            return Footprint()
+        return (planned.needs.passed_over or planned.needs).at(sizes)
 
     # --- memory ---------------------------------------------------------------------------------
 
