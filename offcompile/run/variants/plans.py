@@ -331,9 +331,8 @@ class Plans:
     def whole_at(self, sizes: tuple[int, ...]) -> Footprint:
         """Return the needs of the first plan for these sizes, even if it was passed over."""
         planned = self.variants[0].planned
-        if planned is None:
-            return Footprint()
-        return (planned.needs.passed_over or planned.needs).at(sizes)
+        needs = None if planned is None else planned.needs.passed_over or planned.needs
+        return Footprint() if needs is None else needs.at(sizes)
 
     # --- memory ---------------------------------------------------------------------------------
 
