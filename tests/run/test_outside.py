@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from hand_sgd import step_by_hand
 from torch import Tensor, nn
 
 import offcompile
+from offcompile.planning.footprint import NeedsBySize
 from offcompile.run.accounts.outside import MEASURED_ON_CARD, GapPeaks, OutsideTensors
+from offcompile.run.plan.contract import EMPTIED, PlanRequest
+from offcompile.run.variants import ladder
+from offcompile.run.variants.plans import Call, Plans
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.device.streams import MemoryUse
 from offcompile.runtime.memory.malloc.heap import heap
@@ -138,13 +143,34 @@ def test_a_step_is_planned_again_with_room_for_a_loss_outside_of_it(
     ample: tuple[list[str], int], tmp_path: Path
 ) -> None:
     losses, held = ample
-    budget = held - 16 * MIB  # enough for the graph as it is, but for the loss
+    budget, count = held - 16 * MIB, len(offcompile.reports())  # enough but for the loss
     mine, mine_held = train(within(budget, tmp_path))
     assert mine == losses
+    # the first step's plan, and the one for all that follow: the graph's own was not compiled
+    assert len(offcompile.reports()) == count + 2
     text = str(offcompile.reports()[-1])
     assert "between forward and backward the program itself held" in text
     assert "planned again with that much room" in text
     assert mine_held <= budget + OTHERS_BYTES
+
+
+def test_a_plan_is_passed_over_only_for_one_that_is_found(
+    ample: tuple[list[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, held = ample
+    asked: list[PlanRequest] = []
+
+    def hopeless(
+        plans: Plans, call: Call, request: PlanRequest, needs: NeedsBySize
+    ) -> PlanRequest | None:
+        asked.append(replace(request, kind=EMPTIED, held_bytes=2 * held, states=None))
+        return asked[-1]
+
+    monkeypatch.setattr(ladder, "_emptied_at_once", hopeless)
+    count = len(offcompile.reports())
+    assert train(within(held - 16 * MIB, tmp_path))[0] == losses
+    assert len(asked) == 1
+    assert offcompile.reports()[count].name == asked[0].name
 
 
 def test_what_graphs_keep_for_each_other_leaves_room_for_a_loss_between_them(

@@ -142,7 +142,7 @@ def known(plans: Plans, call: Call) -> Variant | None:
 def new(plans: Plans, call: Call) -> Variant | None:
     """Make a plan for what is held beside now; if there is none, with all weights on the host."""
     plans.look_at_weights(call)
-    if (made := _with_room_outside(plans, call)) is not None:
+    if (made := _with_outside(plans, call)) is not None:
         return made
     try:
         return plans.make(call, plans.held(call))
@@ -181,7 +181,7 @@ def encloses(plans: Plans, variant: Variant, call: Call) -> bool:
     return took is not None and _leaves(variant, took)
 
 
-def _with_room_outside(plans: Plans, call: Call) -> Variant | None:
+def _with_outside(plans: Plans, call: Call) -> Variant | None:
     """Make a plan with room for what the program itself held between the halves of this graph so
     far, such as its loss. None if that is known, or little, or if there is no such plan."""
     runs, before = plans.facts.runs, plans.outside_bytes
