@@ -15,7 +15,7 @@ from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.registry import lanes_moved
 from offcompile.runtime.states.updates import is_refused
 
-from .ladder import OUTSIDE_PARTS, choose
+from .ladder import choose, outside_part
 from .plans import Call, Plans, Variant
 
 #: ranks that have planned a graph together judge its plan at this call, and whenever the number of
@@ -100,7 +100,7 @@ def _with_room_outside(plans: Plans, variant: Variant, call: Call) -> Variant:
     needs = variant.needs_at(call.sizes)
     held = plans.held(call) + needs.standing_bytes + needs.kept_bytes
     over, before = held + took - budget, plans.outside_bytes
-    part = max(1, budget // OUTSIDE_PARTS)
+    part = outside_part(plans)
     kind = variant.kind._replace(outside_bytes=round_up(took, part))
     known = kind.outside_bytes <= variant.kind.outside_bytes
     known |= any(other.outside_bytes for other in plans.in_vain)

@@ -82,7 +82,7 @@ def around(plans: Plans, call: Call) -> Variant | None:
     found = plans.first_within([v for v in plans.variants if _leaves(v, took)], call)
     if found is not None:
         return found
-    part = _part(plans)
+    part = outside_part(plans)
     kind = USUAL._replace(outside_bytes=round_up(took, part))
     if kind in plans.in_vain or len(plans.variants) > MOST_VARIANTS // 2:
         return None
@@ -106,8 +106,8 @@ def emptied(plans: Plans, call: Call) -> Variant | None:
     """Take a plan that lets everything saved for backward leave, if this graph is one of several
     whose saved activations together exceed the budget; with weights on the host if need be."""
     hosts = _have_left(plans, call)
-    there = _by_preference(plans, call) if hosts else []
-    whole = there[-1].needs_at(call.sizes) if there else plans.whole_at(call.sizes)
+    alone = _by_preference(plans, call) if hosts else []
+    whole = alone[-1].needs_at(call.sizes) if alone else plans.whole_at(call.sizes)
     if not plans.facts.runs.entry.trains or BOTH in plans.in_vain:
         return None
     if not _crowded(plans, call, whole):
@@ -168,7 +168,7 @@ LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
 # --- parts of them ------------------------------------------------------------------------------
 
 
-def _part(plans: Plans) -> int:
+def outside_part(plans: Plans) -> int:
     """One of the parts of the budget in which plans leave room to others."""
     budget = plans.facts.runs.budget_bytes
     assert budget is not None
@@ -187,7 +187,7 @@ def _with_outside(plans: Plans, call: Call) -> Variant | None:
     runs, before = plans.facts.runs, plans.outside_bytes
     if runs.budget_bytes is None or runs.entry.in_turn or plans.agreement.planned_together:
         return None
-    took, part = call.parameters.gap_peaks.most_bytes((FORWARD, call.sizes)), _part(plans)
+    took, part = call.parameters.gap_peaks.most_bytes((FORWARD, call.sizes)), outside_part(plans)
     if took < max(part, before):
         return None
     plans.outside_bytes = round_up(took, part)
