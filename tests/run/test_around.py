@@ -117,6 +117,16 @@ def test_a_graph_around_a_small_one_moves_what_its_own_plan_says(
     assert all(keeper.held_bytes == 0 and keeper.steps.newest is None for keeper in keepers)
 
 
+def test_a_graph_that_leaves_room_as_it_is_is_compiled_once(
+    plain: tuple[list[str], int], tmp_path: Path
+) -> None:
+    losses, held = plain
+    before = len(offcompile.reports())
+    assert within(4 * held, tmp_path)[0] == losses
+    graph, loss = offcompile.reports()[before:]
+    assert not (graph.plan.moves or loss.plan.moves)
+
+
 def test_graphs_that_take_much_leave_it_to_the_keeper(
     plain: tuple[list[str], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -231,8 +231,8 @@ def test_a_teacher_that_does_not_train_holds_its_weights_alone(tmp_path: Path) -
         with torch.no_grad():
             aim = teacher(x)
         (student(x) - aim).square().mean().backward()
-    begun = [report.budget_bytes for report in offcompile.reports()[count:]]
-    assert begun[0] - begun[1] == bytes_of(teacher)
+    whole, rest = [report.budget_bytes for report in offcompile.reports()[count:]]
+    assert whole - rest == bytes_of(teacher)
     assert held_now() - before == bytes_of(teacher) + 2 * bytes_of(student)
 
 

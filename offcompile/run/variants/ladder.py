@@ -79,7 +79,8 @@ def around(plans: Plans, call: Call) -> Variant | None:
     runs, took = plans.facts.runs, _held_amid(plans, call)
     if took is None:
         return None
-    found = plans.first_within([v for v in plans.variants if _leaves(v, took)], call)
+    leaving = [v for v in plans.variants if _leaves(plans, v, took, call)]
+    found = plans.first_within(leaving, call)
     if found is not None:
         return found
     part = outside_part(plans)
@@ -178,7 +179,7 @@ def outside_part(plans: Plans) -> int:
 def encloses(plans: Plans, variant: Variant, call: Call) -> bool:
     """True if the plan leaves their room to all graphs that run before its backward."""
     took = _held_amid(plans, call)
-    return took is not None and _leaves(variant, took)
+    return took is not None and _leaves(plans, variant, took, call)
 
 
 def _with_outside(plans: Plans, call: Call) -> Variant | None:
@@ -202,9 +203,14 @@ def _with_outside(plans: Plans, call: Call) -> Variant | None:
     return made
 
 
-def _leaves(variant: Variant, nbytes: int) -> bool:
-    """True if the plan leaves so much to others at its turn."""
-    return variant.kind.is_usual and variant.kind.outside_bytes >= nbytes
+def _leaves(plans: Plans, variant: Variant, nbytes: int, call: Call) -> bool:
+    """True if the plan leaves so much to others at its turn, on purpose or because the budget has
+    that much to spare."""
+    budget, needs = plans.facts.runs.budget_bytes, variant.needs_at(call.sizes)
+    if budget is None or not variant.kind.is_usual:
+        return False
+    spare_bytes = budget - plans.held(call) - needs.standing_bytes - needs.kept_bytes
+    return nbytes <= max(variant.kind.outside_bytes, spare_bytes)
 
 
 def _held_amid(plans: Plans, call: Call) -> int | None:
