@@ -265,16 +265,17 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
 
     began = time.perf_counter()
     try:
-        losses = [step()["loss"]]
+        first_steps = [step()]
         first_peak_bytes = memory.peak_bytes() - before
-        losses.append(step()["loss"])
+        first_steps.append(step())
     except offcompile.Infeasible as error:
         print(f"  {error}", file=sys.stderr, flush=True)
         at_floor = True
         torch._dynamo.reset()
         forward, random = compiled(model, task, "minimum"), torch.Generator().manual_seed(0)
-        losses = [step()["loss"], step()["loss"]]
+        first_steps = [step(), step()]
         first_peak_bytes = memory.peak_bytes() - before
+    losses = [done["loss"] for done in first_steps]
     for _ in range(task.get("settling", 0)):
         losses.append(step()["loss"])
     gc.collect()
@@ -286,6 +287,7 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
             "losses": losses,
             "seconds": time.perf_counter() - began,
             "peak_bytes": first_peak_bytes,
+            "each_seconds": [done["seconds"] for done in first_steps],
         },
     }
     for line in sys.stdin:

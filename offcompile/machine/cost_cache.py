@@ -25,6 +25,9 @@ FORMAT = 4
 #: beyond this the oldest entries are dropped: thousands of shapes, a few hundred kilobytes
 MOST_ENTRIES = 20_000
 MOST_TRIES = 3
+#: a figure measured again that differs by no more than this share stays as it was, so that plans
+#: made with it are found again
+NEARLY_SAME = 0.1
 #: a document with `MOST_ENTRIES` entries takes a fifth of this
 _MOST_BYTES = 64 << 20
 #: larger than any measured figure of any machine, and products of such figures stay finite
@@ -133,6 +136,11 @@ def positive_number(value: object) -> float | None:
     return float(value) if 0 < value <= _MOST_FIGURE else None
 
 
+def nearly_same(before: float, now: float) -> bool:
+    """True if no plan should change for a figure that was measured again."""
+    return abs(now - before) <= NEARLY_SAME * before
+
+
 @dataclass(frozen=True)
 class CacheEntry:
     duration_us: float
@@ -182,6 +190,8 @@ class CostCache:
             )
         elif disturbed:
             entry = replace(entry, disturbed=1)
+        if before is not None and nearly_same(before.duration_us, entry.duration_us):
+            entry = replace(entry, duration_us=before.duration_us)
         self._entries[key] = self._new[key] = entry
         self._here.add(key)
 

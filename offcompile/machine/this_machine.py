@@ -33,6 +33,7 @@ from .cost_cache import (
     Identity,
     document_path,
     measured_here,
+    nearly_same,
     positive_number,
     read_document,
     write_document,
@@ -265,7 +266,7 @@ def figures_of(
     """The cached figures, or those measured and cached now.
 
     Figures measured while other work used the processor are measured again by later processes, a
-    few times, keeping the best of each.
+    few times, keeping the best of each. They stay if they were nearly right.
     """
     content = read_document(kind, identity) or {}
     kept = None if refresh else _numbers(content, names)
@@ -279,6 +280,8 @@ def figures_of(
     if watch.disturbed and kept is not None:
         better = {name: min if name == "latency" else max for name in names}
         figures = {name: better[name](figures[name], kept[name]) for name in names}
+    if kept is not None and all(nearly_same(kept[name], figures[name]) for name in names):
+        figures = kept
     disturbed = tries * (kept is not None) + 1 if watch.disturbed else 0
     here.add(kind)
     write_document(kind, identity, {**figures, "disturbed": disturbed})

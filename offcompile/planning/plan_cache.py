@@ -2,7 +2,9 @@
 
 A plan is found again only for the same problem, machine, policy, time and rivals, by the same
 planner: its sources are part of the key. It is verified and simulated anew before it is used, and
-one that is damaged counts as absent. Searches that end quickly are not kept.
+one that is damaged counts as absent. Searches that end quickly are not kept: the clock cut none of
+them off, so they find the same plan again. Any other might find another one, and graphs would be
+compiled for it again.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from .planner import Beaten, PlanAsked, PlanResult, beside_us, certify, plan_ask
 PLANNER = ("ir", "passes", "simulate", "bounds", "outline", "planning")
 KIND = "plan"
 #: processor time of a search that is worth a file
-WORTH_KEEPING_SECONDS = 0.5
+WORTH_KEEPING_SECONDS = 0.1
 #: the least recently used plans beyond this are deleted
 MOST_BYTES = 64 << 20
 
