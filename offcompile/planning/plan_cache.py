@@ -125,17 +125,25 @@ def _restored(question: Question, kept: dict[str, object]) -> PlanResult | None:
 
 def planner_digest() -> str:
     """Changes whenever a source of the planner changes."""
-    return made_once("digest of the planner's sources", None, _digest)
+    return _digest(PLANNER)
 
 
-def _digest() -> str:
-    found = hashlib.sha256()
-    for path in _sources():
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+def sources_digest() -> str:
+    """Changes whenever a source that plans or rewrites graphs changes."""
+    return _digest((*PLANNER, "machine", "graph", "run"))
 
 
-def _sources() -> Iterator[Path]:
+def _digest(rooms: tuple[str, ...]) -> str:
+    def digest() -> str:
+        found = hashlib.sha256()
+        for path in _sources(rooms):
+            found.update(path.read_bytes())
+        return found.hexdigest()[:16]
+
+    return made_once("digest of sources", rooms, digest)
+
+
+def _sources(rooms: tuple[str, ...]) -> Iterator[Path]:
     package = Path(__file__).parents[1]
-    for room in PLANNER:
+    for room in rooms:
         yield from sorted((package / room).resolve().rglob("*.py"))

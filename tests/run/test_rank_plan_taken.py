@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+import planned_cases
 import pytest
 import torch
 from lengths import some
+from planned_cases import CASES
 from simulated_store import SimulatedStore
-from torch import Tensor, nn
-from weights_runs import clean_slate, seeded
-from zoo import GPT
+from torch import Tensor
+from weights_runs import clean_slate
 
-import offcompile
-from offcompile.optim import AdamW
 from offcompile.report.report import PlanReport
 from offcompile.run.plan import together
 from offcompile.run.plan.answers import TheirPlan, Unreadable, read_answer
@@ -26,8 +24,6 @@ from offcompile.run.ranks.figures import RankFigures
 from offcompile.run.ranks.meeting import Answer, Known, Meeting, RankGroup
 
 clean = pytest.fixture(autouse=True)(clean_slate)
-WORDS, LENGTH = 96, 32
-OPTIONS = {"lowering": "aot_eager", "seconds": 0.05}
 
 
 class Leads(Meeting):
@@ -54,57 +50,12 @@ class Follows(Leads):
         return dict(json.loads(self.answers.pop(0))) if self.answers else None
 
 
-class Mlp(nn.Module):
-    def __init__(self, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
-        super().__init__()
-        self.between = between
-        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.nn.functional.dropout(self.between(layer(x)), 0.1)
-        return x.square().mean()
-
-
-def words() -> Tensor:
-    return torch.randint(0, WORDS, (4, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-
-
-def gpt() -> nn.Module:
-    return GPT(WORDS, 128, 1, 4, LENGTH)
-
-
-#: name → the model, its input, options, and whether an optimizer updates during backward
-CASES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
-    "activations": (gpt, words, {"memory": "2MiB", "hardware": "cpu"}, False),
-    "all fits": (gpt, words, {"memory": "1GiB"}, False),
-    "weights, updated in backward": (gpt, words, {"memory": "minimum"}, True),
-    "weights": (gpt, words, {"memory": "minimum"}, False),
-    "masks as bits": (Mlp, lambda: torch.ones(512, 128), {"memory": "minimum"}, False),
-    # dropout of tanh, which is saved as well: drawn once, applied again in backward
-    "ops in two parts": (
-        lambda: Mlp(torch.tanh),
-        lambda: torch.ones(512, 128),
-        {"memory": "minimum", "hardware": "cpu", "policy": "recompute"},
-        False,
-    ),
-    "a loss in pieces": (gpt, words, {"memory": "minimum", "split": 4}, False),
-}
-
-
 #: every run of the tests has these
 ALWAYS = ("weights, updated in backward", "ops in two parts")
 
 
-def trained(case: str, meets: type[Leads] | None, answers: list[str]) -> Iterator[Any]:
-    """Yield losses, gradients and weights, the reports, and the number of searches."""
-    build, made, options, overlap = CASES[case]
-    torch._dynamo.reset()
-    model, known = seeded(build), len(offcompile.reports())
-    kind = AdamW if overlap else torch.optim.SGD
-    more = {"overlap": True} if overlap else {}
-    optimizer = kind(model.parameters(), 1e-2, **more)
-    compiled = torch.compile(model, backend="offcompile", options=OPTIONS | options)
+def trained(case: str, meets: type[Leads] | None, answers: list[str]) -> tuple[Any, Any, int]:
+    """Losses and weights, the reports, and the number of searches."""
 
     def meeting(agreement: Agreement) -> Meeting | None:
         if meets is None:
@@ -117,18 +68,7 @@ def trained(case: str, meets: type[Leads] | None, answers: list[str]) -> Iterato
         stack.enter_context(mock.patch.object(Agreement, "meeting", meeting))
         searching = mock.Mock(side_effect=together.best_candidate)
         stack.enter_context(mock.patch.object(together, "best_candidate", searching))
-        values = []
-        for step in range(2):
-            torch.manual_seed(step)
-            loss = compiled(made())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values.append(loss.detach().clone())
-        values += [p.detach().clone() for p in model.parameters()]
-        yield values
-        yield offcompile.reports()[known:]
-        yield searching.call_count
+        return *planned_cases.trained(case), searching.call_count
 
 
 def moves(reports: list[PlanReport]) -> list[object]:

@@ -2,14 +2,14 @@
 
 An answer has the problem, the machine and the plan, and how the planned graphs came from those
 given; or the reason why there is no plan. A rank of another version may have written anything, so
-each part is checked as it is read.
+each part is checked as it is read. Later processes read answers, too (`remembered`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from offcompile.ir import Infeasible, Machine, OffloadError, Plan, Problem
 from offcompile.ir.jsonio import (
@@ -26,13 +26,22 @@ from offcompile.run.ranks.meeting import Answer
 from .candidates import Candidate, Rewrites
 
 #: number of this format; raise it with every change of what an answer says
-FORMAT = 1
+FORMAT = 2
 
 Part = TypeVar("Part")
 
 
 class Unreadable(Exception):
     """The answer of another rank cannot be read."""
+
+
+class TheirSearch(NamedTuple):
+    """The search that has found a plan: how, in what time, and with what proof."""
+
+    policy: str
+    seconds: float
+    lower_bound_us: float
+    bound_method: str
 
 
 @dataclass(frozen=True)
@@ -42,15 +51,14 @@ class TheirPlan:
     problem: Problem
     machine: Machine
     plan: Plan
-    policy: str
-    seconds: float
-    lower_bound_us: float
-    bound_method: str
+    search: TheirSearch
     order: Order
     kept: frozenset[str] | None
     fits: bool
     holes_bytes: int
     touching_us: float
+    updates_us: float
+    spares_room: bool
     #: weights that stay on the device; None: all do
     stays: frozenset[str] | None
     #: number of pieces of the loss; None: whole
@@ -86,6 +94,8 @@ def answer_of(found: Candidate) -> Answer:
         "fits": decided.fits,
         "holes_bytes": decided.holes_bytes,
         "touching_us": decided.touching_us,
+        "updates_us": decided.updates_us,
+        "spares_room": decided.spares_room,
         "stays": None if choice.stays is None else sorted(choice.stays),
         "pieces": found.pieces,
         "apart": found.rewrites.apart,
@@ -124,15 +134,19 @@ def _plan(said: Mapping[str, Any]) -> TheirPlan:
         problem,
         machine_from_json(said["machine"]),
         plan,
-        _is(said["policy"], str),
-        _number(said["seconds"]),
-        _number(said["lower_bound_us"]),
-        _is(said["bound_method"], str),
+        TheirSearch(
+            _is(said["policy"], str),
+            _number(said["seconds"]),
+            _number(said["lower_bound_us"]),
+            _is(said["bound_method"], str),
+        ),
         _order_from_json(said["order"], problem, plan),
         _names(said["kept"]),
         _is(said["fits"], bool),
         _is(said["holes_bytes"], int),
         _number(said["touching_us"]),
+        _number(said["updates_us"]),
+        _is(said["spares_room"], bool),
         _names(said["stays"]),
         _or_none(said["pieces"], int),
         Rewrites(_is(said["apart"], bool), _is(said["bits"], bool), _names(said["withheld"])),

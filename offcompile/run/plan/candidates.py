@@ -88,13 +88,12 @@ def plan_in_order(planner: GraphPlanner, graphs: Graphs) -> Candidate:
 
 
 def _traced(planner: GraphPlanner, graphs: Graphs) -> Traced:
-    source, budget = planner.source, planner.budget()
-    plain = source.annotate(graphs, budget, planner.tell)
+    source, plain = planner.source, planner.annotated(graphs)
     if not planner.request.kind.is_usual:
         return Traced(graphs, plain, False)
     fits, rewrites = planner.fits(plain.problem), Rewrites()
     if not fits and (apart := source.apart(graphs)) is not graphs:
-        graphs, plain = apart, source.annotate(apart, budget, planner.tell)
+        graphs, plain = apart, planner.annotated(apart)
         rewrites = Rewrites(apart=True)
     return Traced(graphs, plain, fits, rewrites)
 

@@ -8,10 +8,12 @@ from functools import cache, partial
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.split import Splits
 from offcompile.graph.split.decision import Ways
+from offcompile.planning.floors import floor_of, with_reserve
 from offcompile.planning.planner import NO_RIVAL, Rival
+from offcompile.planning.splitting import StepEstimate
 
 from .candidates import Candidate, plan_in_order, searched_on
-from .planner import GraphPlanner, estimate_step
+from .planner import GraphPlanner, PlacementSearch
 
 
 def best_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None = None) -> Candidate:
@@ -64,3 +66,17 @@ def cut(given: Graphs, splits: Splits, pieces: int | None) -> Graphs:
         return given
     forward, backward = splits.into(pieces)
     return replace(given, forward=forward, backward=backward)
+
+
+def estimate_step(planner: GraphPlanner, graphs: Graphs) -> StepEstimate:
+    """Annotate the step without measuring its ops, and find its floor without searching."""
+    source = planner.source.estimating()
+    search = PlacementSearch(
+        replace(planner, source=source), graphs, source.annotate(graphs, None, planner.tell)
+    )
+    steps = [search.annotated.problem]
+    on_host = search.on_host(frozenset())
+    if on_host is not None:
+        steps.append(on_host.problem)
+    floor = min(floor_of(step, source.machine) for step in steps)
+    return StepEstimate(steps[0], with_reserve(floor, source.target.reserve_bytes))

@@ -45,8 +45,8 @@ from .candidates import Candidate
 from .carry_out import carry_out, reserve, unplaced
 from .contract import GraphFacts, Instead, Planned, PlanRequest
 from .free_states import with_states
-from .pieces import best_candidate
 from .planner import GraphPlanner
+from .remembered import remembered_candidate
 from .together import plan_together
 
 
@@ -69,7 +69,7 @@ def plan_graph(
         if meeting is None:
             if given.backward is None:
                 planner = replace(planner, request=replace(request, states=None))
-            planner, found = with_states(planner, lambda p: best_candidate(p, given, splits))
+            planner, found = with_states(planner, lambda p: remembered_candidate(p, given, splits))
             request = planner.request
         else:
             found = plan_together(meeting, planner, given, splits)

@@ -29,7 +29,6 @@ from offcompile.planning.fit_budget import (
 from offcompile.planning.floors import floor_of, with_figure, with_reserve
 from offcompile.planning.planned_layout import placed_bytes, planned_returns
 from offcompile.planning.planner import PlanResult
-from offcompile.planning.splitting import StepEstimate
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
@@ -55,6 +54,14 @@ class GraphPlanner:
     source: ProblemSource
     request: PlanRequest
     tell: Tell = tell_nobody
+    #: graphs that this source has annotated already
+    priced: tuple[Graphs, Annotated] | None = None
+
+    def annotated(self, graphs: Graphs) -> Annotated:
+        """Annotate the step with all tensors on the device."""
+        if self.priced is not None and self.priced[0] is graphs:
+            return self.priced[1]
+        return self.source.annotate(graphs, self.budget(), self.tell)
 
     def budget(self) -> int | None:
         """Bytes that the options leave this graph; None: as few as possible, found by planning."""
@@ -384,17 +391,3 @@ class PlacementSearch:
         hosted = [t for t in tensors if t.kind == "weight" and t.home == HOST]
         nbytes = sum(t.nbytes for t in hosted if names.get(t.id) in trained)
         return share * self.in_place.update_us(nbytes)
-
-
-def estimate_step(planner: GraphPlanner, graphs: Graphs) -> StepEstimate:
-    """Annotate the step without measuring its ops, and find its floor without searching."""
-    source = planner.source.estimating()
-    search = PlacementSearch(
-        replace(planner, source=source), graphs, source.annotate(graphs, None, planner.tell)
-    )
-    steps = [search.annotated.problem]
-    on_host = search.on_host(frozenset())
-    if on_host is not None:
-        steps.append(on_host.problem)
-    floor = min(floor_of(step, source.machine) for step in steps)
-    return StepEstimate(steps[0], with_reserve(floor, source.target.reserve_bytes))

@@ -21,6 +21,7 @@ from offcompile.ir.version import VERSION
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.replay import worst_case
+from offcompile.planning.splitting import Splitting
 from offcompile.report.log import warn
 from offcompile.run.problem_source import ProblemSource
 from offcompile.run.ranks.figures import RankFigures, structure_of
@@ -142,10 +143,14 @@ def _also_here(refusal: TheirRefusal, mine: RankFigures) -> bool:
 
 
 def taken(
-    answer: TheirPlan, planner: GraphPlanner, given: Graphs, splits: Splits | None
+    answer: TheirPlan,
+    planner: GraphPlanner,
+    given: Graphs,
+    splits: Splits | None,
+    splitting: Splitting | None = None,
 ) -> Candidate:
-    """Rewrite the graphs for the plan of another rank. Raises `NotHere` if it is not for them, or
-    not for this machine."""
+    """Rewrite the graphs for the plan of another rank, or of an earlier process. Raises `NotHere`
+    if it is not for them, or not for this machine. splitting: of its pieces, if that is known."""
     pieces, stays, rewrites = answer.pieces, answer.stays, answer.rewrites
     if pieces is not None and splits is None:
         raise NotHere("it splits a loss that is not found here")
@@ -178,8 +183,7 @@ def taken(
     decided = _decided(answer)
     packed = (replace(t, ratios=problem.tensor[t.id].ratios) for t in annotated.problem.tensors)
     _judge(decided, replace(annotated.problem, tensors=tuple(packed)), planner)
-    splitting = None
-    if pieces is not None and splits is not None:
+    if pieces is not None and splits is not None and splitting is None:
         splitting = ways_of(planner, given, splits).splitting(pieces)
     return Candidate(
         source,
@@ -205,14 +209,7 @@ def _decided(answer: TheirPlan) -> Decided:
     timeline = Simulator(problem, machine).run(plan)
     if timeline.violations:
         raise NotHere(f"it does not run: {timeline.violations[0]}")
-    result = PlanResult(
-        plan,
-        timeline,
-        answer.policy,
-        answer.seconds,
-        answer.lower_bound_us,
-        answer.bound_method,
-    )
+    result = PlanResult(plan, timeline, *answer.search)
     return Decided(
         result,
         machine,
@@ -221,6 +218,8 @@ def _decided(answer: TheirPlan) -> Decided:
         answer.holes_bytes,
         answer.kept,
         answer.touching_us,
+        answer.updates_us,
+        spares_room=answer.spares_room,
     )
 
 
