@@ -53,6 +53,13 @@ def test_a_graph_is_planned_as_before(case: str) -> None:
             assert now.splitting.to_json() == before.splitting.to_json()
 
 
+def test_nearly_the_same_budget_has_the_same_plan() -> None:
+    _, reports, searched = planned("activations", memory=2_100_000)
+    _, found, searched_again = planned("activations", memory=2_100_500)
+    assert (searched, searched_again) == (len(reports), 0)
+    assert [r.plan for r in found] == [r.plan for r in reports]
+
+
 def test_another_budget_and_reuse_plans_false_search_anew() -> None:
     first = planned("activations")
     for more in ({"memory": "2.1MiB"}, {"reuse_plans": False}):

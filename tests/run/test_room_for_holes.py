@@ -83,10 +83,10 @@ def test_no_less_room_is_tried_for_kernels_whose_order_is_not_known() -> None:
 
 def test_blocks_of_graphs_among_others_are_not_expected_to_get_places(places: bool) -> None:
     planner = _planner()
-    assert planner._places_blocks(BUDGET) is places
+    assert planner.places_blocks(BUDGET) is places
     little = BUDGET // LITTLE_SHARE
-    assert _planner(held_bytes=little)._places_blocks(BUDGET) is places
-    assert not _planner(held_bytes=little + 1)._places_blocks(BUDGET)
+    assert _planner(held_bytes=little).places_blocks(BUDGET) is places
+    assert not _planner(held_bytes=little + 1).places_blocks(BUDGET)
 
 
 def test_no_less_room_is_tried_where_steps_lacked_it() -> None:

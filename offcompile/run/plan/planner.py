@@ -154,7 +154,7 @@ class GraphPlanner:
         results = (t for t in problem.tensors if t.home is None and not t.pinned)
         return [t for t in results if problem.must_survive(t.id)]
 
-    def _places_blocks(self, budget: int) -> bool:
+    def places_blocks(self, budget: int) -> bool:
         """True if blocks of this graph's steps are expected to get places: steps are alike, and
         no other graphs run among them but small ones."""
         alone = self.request.held_bytes <= budget // LITTLE_SHARE
@@ -168,7 +168,7 @@ class GraphPlanner:
         if room is None or not us_per_mib or problem.steady or address_space_is_limited():
             return Holes(wanted_bytes)
 
-        placed = self._places_blocks(budget)
+        placed = self.places_blocks(budget)
 
         def fits_in_places(machine: Machine, made: PlanResult) -> bool:
             taken = placed_bytes(problem, machine, made.plan, made.timeline)

@@ -5,12 +5,16 @@ the device with weights on the host. Each of these searches is kept (`planning.p
 cut, rewrite and annotate the graph for each takes seconds. So the best candidate is kept as well,
 in the form in which ranks pass it on (`answers`). It is taken like the plan of another rank:
 simulated and checked anew, and one that does not fit the graph counts as absent.
+
+Budgets that are nearly the same share a candidate, if it fits: what others hold differs by a little
+from run to run, and when Dynamo traces a function again. Another plan would be compiled anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -30,7 +34,6 @@ from offcompile.machine.cost_cache import (
 )
 from offcompile.planning.plan_cache import sources_digest
 from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate
-from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 
 from .answers import TheirPlan, Unreadable, answer_of, read_answer
@@ -44,6 +47,8 @@ KIND = "candidate"
 WORTH_KEEPING_SECONDS = 0.5
 #: the least recently used candidates beyond this are deleted
 MOST_BYTES = 64 << 20
+#: budgets that differ by less than this factor may share a candidate
+NEARLY_SAME = 1.005
 
 
 def remembered_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None) -> Candidate:
@@ -90,18 +95,19 @@ def _restored(
 def _question(planner: GraphPlanner, problem: Problem) -> str:
     """Hash all that decides which candidate is best. `problem`: of the graph as it is given."""
     request, source, budget = planner.request, planner.source, planner.budget()
-    options, target, room = source.options, source.target, budget or 1
+    options, target = source.options, source.target
+    room = 1 if budget is None else int(NEARLY_SAME ** int(math.log(budget, NEARLY_SAME)))
     parts = [
         problem_to_json(problem),
         machine_to_json(source.machine(room)),
-        [budget, planner.host_bytes(), request.held_bytes],
+        [budget is None, planner.host_bytes(), budget and planner.places_blocks(budget)],
         [options.lowering, options.whole_policy, options.split, options.minimum, options.seconds],
         [list(request.kind), request.quick, request.updated_there],
         [sorted(who) for who in (request.taken.updated, request.taken.reduced, request.fixed)],
         sorted((str(symbol), value) for symbol, value in request.sizes.items()),
         [source.profile.lacks_room, source.touch_again_us_per_mib],
         [target.library_bytes, target.reserve_bytes(room), target.holes_bytes(room)],
-        [repr(target.room(room)), tensor_memory.will_fit(), address_space_is_limited()],
+        [repr(target.room(room)), address_space_is_limited()],
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
