@@ -128,6 +128,8 @@ TEXT = """\
 Seconds that the first {steps} steps of a process take beyond as many that have settled: to trace,
 compile ({lowering}), measure ops and plan. `ckpt` is the library's own checkpointing; ours has its
 memory as its budget. Caches are full in the third process in a row.
+The library's ViT changes its configuration in the first step, so Dynamo traces it again in the
+second.
 
 | model | budget, MiB | empty caches: plain | ckpt | ours | full caches: plain | ckpt | ours |
 |---|---|---|---|---|---|---|---|
