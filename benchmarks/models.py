@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.activations import OVERHEAD_BYTES
 from benchmarks.turns import LOWERINGS, MIB, Child, loss_line, machine, ratio, run_in_turn
@@ -28,6 +29,23 @@ WAYS = {
 RESULT = Path(__file__).parent / "results" / "models.md"
 
 
+def task_of(
+    case: str, kind: str, lowering: str, memory: int | None = None, way: str = ""
+) -> dict[str, Any]:
+    """The task of a child that trains one variant of a model."""
+    return {
+        "case": case,
+        "kind": kind,
+        "lowering": lowering,
+        "memory": memory,
+        "spill": None,
+        "quick": False,
+        "returns_freed": False,
+        "way": way,
+        "each": bool(way),
+    }
+
+
 def measure(case: str, lowering: str, way: str, rounds: int) -> list[Child]:
     """All variants of one model and lowering, warmed up one by one and then run in turn. way: see
     `WAYS`."""
@@ -35,18 +53,8 @@ def measure(case: str, lowering: str, way: str, rounds: int) -> list[Child]:
     ours = "blocks" if way else "ours"
 
     def start(name: str, kind: str, memory: int | None = None) -> Child:
-        task = {
-            "case": case,
-            "kind": kind,
-            "lowering": lowering,
-            "memory": memory,
-            "spill": None,
-            "quick": False,
-            "returns_freed": False,
-            "settling": SETTLING if kind == ours else 2,
-            "way": way,
-            "each": bool(way),
-        }
+        task = task_of(case, kind, lowering, memory, way)
+        task["settling"] = SETTLING if kind == ours else 2
         child = Child(name, task, module="benchmarks.models")
         children.append(child)
         print(f"  {name}: ready after {child.warm_seconds:.0f} s", file=sys.stderr, flush=True)

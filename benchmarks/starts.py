@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.activations import OVERHEAD_BYTES
-from benchmarks.models import INDUCTOR
+from benchmarks.models import INDUCTOR, task_of
 from benchmarks.turns import LOWERINGS, MIB, Child, machine
 
 STEPS = 10
@@ -77,16 +77,7 @@ def start(name: str, task: dict[str, Any]) -> Start:
 
 def starts(case: str, lowering: str, kind: str, memory: int | None) -> list[Start]:
     """The first process, with empty caches, and the ones after it."""
-    task = {
-        "case": case,
-        "kind": kind,
-        "lowering": lowering,
-        "memory": memory,
-        "spill": None,
-        "quick": False,
-        "returns_freed": False,
-        "way": "",
-    }
+    task = task_of(case, kind, lowering, memory)
     with tempfile.TemporaryDirectory() as folder, caches(Path(folder)):
         return [start(kind, task) for _ in range(1 + RESTARTS)]
 

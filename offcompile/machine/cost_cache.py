@@ -95,6 +95,12 @@ def write_document(kind: str, identity: Identity, content: Mapping[str, object])
     return True
 
 
+def used_now(kind: str, identity: Identity) -> None:
+    """Note that the document is in use: the least recently used are deleted first."""
+    with suppress(OSError):  # deleted by another process meanwhile
+        os.utime(document_path(kind, identity))
+
+
 def drop_oldest(kind: str, most_bytes: int) -> None:
     """Delete the least recently used documents of a kind beyond so many bytes."""
     found: list[tuple[float, int, Path]] = []

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from offcompile.ir import BrokenPlan, Infeasible, InvalidInput
 from offcompile.ir.jsonio import machine_to_json, plan_from_json, plan_to_json, problem_to_json
 from offcompile.machine.cost_cache import (
-    document_path,
     drop_oldest,
     read_document,
+    used_now,
     write_document,
 )
 from offcompile.runtime.base.interpreter import in_large_chunk
@@ -69,8 +67,7 @@ def plan_once(question: Question, progress: Callable[[str], None] | None = None)
     identity = {"planner": planner_digest(), "question": question.key}
     kept = read_document(KIND, identity)
     if kept is not None and (made := _restored(question, kept)) is not None:
-        with suppress(OSError):
-            os.utime(document_path(KIND, identity))  # used just now
+        used_now(KIND, identity)
         return made
 
     def keep(content: dict[str, object]) -> None:

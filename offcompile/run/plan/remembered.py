@@ -15,10 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,9 +25,9 @@ from offcompile.graph.split import Splits
 from offcompile.ir import OffloadError, Problem
 from offcompile.ir.jsonio import machine_to_json, problem_from_json, problem_to_json
 from offcompile.machine.cost_cache import (
-    document_path,
     drop_oldest,
     read_document,
+    used_now,
     write_document,
 )
 from offcompile.planning.plan_cache import sources_digest
@@ -48,7 +46,7 @@ WORTH_KEEPING_SECONDS = 0.5
 #: the least recently used candidates beyond this are deleted
 MOST_BYTES = 64 << 20
 #: budgets that differ by less than this factor may share a candidate
-NEARLY_SAME = 1.005
+SAME_BUDGET = 1.005
 
 
 def remembered_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None) -> Candidate:
@@ -62,8 +60,7 @@ def remembered_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | 
     identity = {"sources": sources_digest(), "question": _question(planner, plain.problem)}
     kept = read_document(KIND, identity)
     if kept is not None and (found := _restored(kept, planner, given, splits)) is not None:
-        with suppress(OSError):
-            os.utime(document_path(KIND, identity))  # used just now
+        used_now(KIND, identity)
         return found
     busy_from = time.thread_time()
     found = best_candidate(planner, given, splits)
@@ -96,7 +93,7 @@ def _question(planner: GraphPlanner, problem: Problem) -> str:
     """Hash all that decides which candidate is best. `problem`: of the graph as it is given."""
     request, source, budget = planner.request, planner.source, planner.budget()
     options, target = source.options, source.target
-    room = 1 if budget is None else int(NEARLY_SAME ** int(math.log(budget, NEARLY_SAME)))
+    room = 1 if budget is None else int(SAME_BUDGET ** int(math.log(budget, SAME_BUDGET)))
     parts = [
         problem_to_json(problem),
         machine_to_json(source.machine(room)),
