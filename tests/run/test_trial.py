@@ -242,7 +242,7 @@ class WithLoss(nn.Sequential):
 class Run:
     """A compiled model beside a plain one; `times` makes a measured step of what was planned."""
 
-    def __init__(self, spill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, spill: Path, monkeypatch: pytest.MonkeyPatch, **more: object) -> None:
         monkeypatch.setattr(target, "_measured", lambda directories, progress: MADE_UP)
         monkeypatch.setattr(costs, "WORTH_MEASURING_US", float("inf"))
         # a disturbed measurement is made again: two plans would have unlike costs
@@ -266,6 +266,7 @@ class Run:
             "lowering": "aot_eager",
             "policy": "joint:evaluations=1,seconds=20",
             "seconds": 0.1,
+            **more,
         }
         self.run = torch.compile(self.model, backend="offcompile", options=options)
 

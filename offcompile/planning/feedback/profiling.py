@@ -16,11 +16,13 @@ import torch
 
 from offcompile.ir import Infeasible, Machine, Plan, Problem
 from offcompile.planning.fit_budget import Decided
+from offcompile.planning.planner import Beaten
 from offcompile.runtime.device.lane_rates import Moved
 from offcompile.runtime.moves.probes import watching
 from offcompile.simulate import Simulator
 
 from .corrections import Factors
+from .earlier_figures import DRIFT, Figures
 from .lane_watch import LaneWatch
 from .sparsity import Packability, density_of, with_ratios
 
@@ -28,8 +30,6 @@ from .sparsity import Packability, density_of, with_ratios
 FIRST_STEPS = 2
 #: afterwards one step in this many is sampled, and half as many after each decision
 WATCH_EVERY = 50
-#: densities that differ by no more than this count as equal: batches differ
-DRIFT = 0.1
 #: simulated gain that a new plan must have, as a share of a step's time, if compiling is cheap and
 #: if it takes as long as hundreds of steps
 WORTH = {"aot_eager": 0.03, "inductor": 0.05}
@@ -183,6 +183,24 @@ class Profile:
         return self.seen != "densities"
 
     @property
+    def calls_for_search(self) -> bool:
+        """True if a plan for all this may differ: densities matter only if there are zeros."""
+        return self.seen != "densities" or self.shows_zeros
+
+    @property
+    def figures(self) -> Figures:
+        """All figures that the next plan uses."""
+        rates, densities = dict(self.lanes.rates), dict(self.densities)
+        return Figures(self.factors, self.includes_touching, rates, densities)
+
+    def take(self, figures: Figures) -> None:
+        """Have the next plan use these instead."""
+        self.factors, self.includes_touching = figures.factors, figures.includes_touching
+        self.lanes.rates.clear()
+        self.lanes.rates.update(figures.rates)
+        self.densities.update(figures.densities)
+
+    @property
     def seen(self) -> str:
         """The reason for the decision to be made now."""
         if self._costs_changed is not None:
@@ -219,14 +237,15 @@ def reconsider(
     machine: Machine,
     facts: Packability,
     worth: float,
-    plan: Callable[[Problem], Decided],
+    plan: Callable[[Problem, float], Decided],
     seen: str = "densities",
 ) -> tuple[str, tuple[Problem, Decided] | None]:
     """Judges a plan by the densities; returns another plan for them if it is worth the change.
 
     `problem` is as it was planned; `machine` is that of the current plan, with the current
-    knowledge of codecs and lanes. seen: the other new knowledge, `rates` of lanes or `costs` of
-    ops. The text gives the reason, for people.
+    knowledge of codecs and lanes. plan: raises `Beaten` if no plan can take less than so many µs.
+    seen: the other new knowledge, `rates` of lanes or `costs` of ops. The text gives the reason,
+    for people.
     """
     shown = with_ratios(problem, machine, facts, only_paying=False)
     asked = with_ratios(problem, machine, facts)
@@ -239,7 +258,9 @@ def reconsider(
     if now_us * (1 - worth) <= compute_us:
         return "moving costs next to nothing as it is; the plan stays", None
     try:
-        found = plan(asked)
+        found = plan(asked, now_us * (1 - worth))
+    except Beaten:
+        return f"no plan for these {seen} gains {100 * worth:.0f}% of a step: the plan stays", None
     except Infeasible:
         return f"no plan was found for these {seen}: the plan stays", None
     gain = 1 - found.result.cost_us / now_us

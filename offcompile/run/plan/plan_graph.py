@@ -19,10 +19,12 @@ from offcompile.graph.weight_placement import Choice
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 from offcompile.planning.empty_turn import kept_at_turn
 from offcompile.planning.feedback.corrections import with_factors
+from offcompile.planning.feedback.earlier_figures import as_found_before
 from offcompile.planning.feedback.endurance import planned_life
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
 from offcompile.planning.feedback.sparsity import Packability
 from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in, total_bytes
+from offcompile.planning.plan_cache import planner_digest
 from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
 from offcompile.report.figures import PlannedMemory, RunFigures
@@ -207,6 +209,10 @@ def plan_again(
     name, source, made = planned.request.name, planned.source, planned.decided
     options, profile, problem = source.options, source.profile, planned.report.problem
     with Progress(name) as progress:
+        if known is None and options.reuse_plans and profile.calls_for_search:
+            figures, machine = profile.figures, facts.target.machine(facts.target.device_bytes)
+            before = problem, machine, made.result.plan, planner_digest()
+            profile.take(as_found_before(figures, *before))
         source.learn_codecs()
         lacking = planned.request.lacking_bytes if known is None else known.lacking_bytes
         request = replace(planned.request, held_bytes=held_bytes, lacking_bytes=lacking)
@@ -223,7 +229,7 @@ def plan_again(
             source.machine(made.machine.tier[DEVICE].capacity_bytes or 1),
             Packability(planned.dtypes, profile.densities, options.lossy),
             WORTH[options.lowering],
-            lambda again: planner.decide(again, planner.budget()),
+            lambda p, worth_us: planner.decide(p, planner.budget(), worth_us=worth_us),
             profile.seen,
         )
     facts.profile.decided(text, found is not None)
