@@ -52,6 +52,11 @@ class Guard(Protocol):
         """Set the limit, None for none. `statm`: descriptor of this process's /proc/self/statm."""
         ...
 
+    def keep_within(self, most_bytes: int) -> None:
+        """Return pages until the process holds no more than that: of free places no more than have
+        to go, since each comes back when a block is placed there."""
+        ...
+
     def trims(self) -> int: ...
 
     def trim_ns(self) -> int: ...
@@ -231,7 +236,10 @@ class Heap:
         worth = max(limit - margin, self._left_bytes + MARGIN_BYTES)
         if held <= worth:
             return worth - held
-        self.trim()
+        if self.guard is None:
+            self.trim()
+        else:
+            self.guard.keep_within(limit)
         self._left_bytes = left = self.resident_bytes()
         # trimming again would not help. Tensors over the budget concern this step only; what else
         # cannot be returned does not belong to any step

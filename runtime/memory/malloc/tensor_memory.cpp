@@ -263,6 +263,15 @@ class Limit {
     spare_ = limit - held - more;
   }
 
+  // Gives back pages until the process holds no more than `most_bytes`, as before a block.
+  void keep_within(std::int64_t most_bytes) {
+    std::lock_guard<std::mutex> alone(looking_);
+    const std::int64_t held = resident();
+    if (held <= most_bytes) return;
+    trim(most_bytes, held);
+    left_ = resident();
+  }
+
   // Looks for at most `seconds`, until the process holds more than `beyond_bytes`, or the heap has
   // another end, or the limit is no longer `limit_bytes`. Returns the most that the process held.
   std::int64_t watch(std::int64_t limit_bytes, std::int64_t beyond_bytes, double seconds) const {
@@ -403,6 +412,8 @@ extern "C" std::int64_t offcompile_watch(std::int64_t limit_bytes, std::int64_t 
                                          double seconds) {
   return limit().watch(limit_bytes, beyond_bytes, seconds);
 }
+
+extern "C" void offcompile_keep_within(std::int64_t most_bytes) { limit().keep_within(most_bytes); }
 
 extern "C" std::int64_t offcompile_trims() { return limit().trims; }
 extern "C" std::int64_t offcompile_trim_ns() { return limit().trim_ns; }

@@ -111,7 +111,8 @@ class _Guard:
         self._library = library
         self.places = BlockPlaces(_Placing(library))
         library.offcompile_limit.argtypes = (ctypes.c_int64, ctypes.c_int)
-        library.offcompile_limit.restype = None
+        library.offcompile_keep_within.argtypes = (ctypes.c_int64,)
+        library.offcompile_limit.restype = library.offcompile_keep_within.restype = None
         for count in (library.offcompile_trims, library.offcompile_trim_ns):
             count.restype = ctypes.c_int64
         library.offcompile_placed_bytes.restype = ctypes.c_int64
@@ -122,6 +123,9 @@ class _Guard:
 
     def limit(self, nbytes: int | None, statm: int) -> None:
         self._library.offcompile_limit(_NO_LIMIT if nbytes is None else nbytes, statm)
+
+    def keep_within(self, most_bytes: int) -> None:
+        self._library.offcompile_keep_within(most_bytes)
 
     def trims(self) -> int:
         return int(self._library.offcompile_trims())
