@@ -3,12 +3,12 @@
 A step allocates and frees large blocks all the time. Returning each to the system would cost page
 faults on the next one (some 5% of a step). Keeping all of them causes fragmentation that a program
 which offloads its tensors cannot afford. So blocks are kept, and once the process's footprint
-reaches the budget, the pages of all free blocks are returned at once. Our allocator for torch does
-that before it hands out a tensor that would exceed the limit (`tensor_memory.py`). For any other
-allocation, and where that allocator is not available, a thread does it that checks every few
-milliseconds. Under a limit on address space (RLIMIT_DATA, RLIMIT_AS) holes count even without
-pages: there each large block is returned at once, and trimming only returns pages that the heap had
-before the limit.
+reaches the budget, the pages of free blocks are returned: of those with places (`places.py`) no
+more than have to go, and of malloc's all at once. Our allocator for torch does that before it hands
+out a tensor that would exceed the limit (`tensor_memory.py`). For any other allocation, and where
+that allocator is not available, a thread does it that checks every few milliseconds. Under a limit
+on address space (RLIMIT_DATA, RLIMIT_AS) holes count even without pages: there each large block is
+returned at once, and trimming only returns pages that the heap had before the limit.
 
 Returned memory must be faulted in again, so the heap asks for huge pages: one fault then maps 2 MiB
 instead of 4 KiB.
