@@ -39,8 +39,6 @@ MANY_OPS = 1000
 #: plan. If the step has outlines, the search without room comes first: its plan tells early if the
 #: other loses
 NEAR_FLOOR, SHORT_SHARE, LONG_SHARE = 4 / 3, 1 / 5, 3 / 5
-#: a longer search seldom makes a plan cheaper by more than this factor
-LONGER_GAINS = 1.03
 #: recomputing small tensors does not save a floor that exceeds the capacity by this factor
 HOPELESS = 1.25
 
@@ -310,8 +308,7 @@ class _Plans:
                 with contextlib.suppress(Infeasible, Beaten):
                     tight = self(capacity, worth_us=least_us, share=share, before=roomy)
             found = tight if tight is not None and tight.cost_us < least_us else roomy
-        hopeless = found.cost_us > self.worth_us * LONGER_GAINS
-        if near and not search.trial and found.cost_us > free_us and not hopeless:
+        if near and not search.trial and found.cost_us > free_us:
             with contextlib.suppress(Infeasible, Beaten):
                 longer = self(capacity, found.holes_bytes, share=LONG_SHARE, before=found)
                 found = min(longer, found, key=lambda made: made.cost_us)

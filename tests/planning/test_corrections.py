@@ -114,7 +114,7 @@ def test_a_plan_stays_where_none_is_found_for_what_was_seen() -> None:
     report = made()
     assert report.planned_us > 1.2 * sum(op.duration_us for op in report.problem.ops)
 
-    def none(problem: Problem, worth_us: float) -> Decided:
+    def none(problem: Problem, worth_us: float, shortly: bool) -> Decided:
         raise Infeasible("planted", None, "")
 
     facts = Packability({}, {}, None)

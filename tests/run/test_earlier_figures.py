@@ -7,13 +7,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 from test_report import MACHINE, PROBLEM, made
 from test_trial import FEW, Run, as_planned
 
-from offcompile.ir import Drop, Plan
+from offcompile.ir import Drop, Plan, Problem
 from offcompile.planning import plan_cache
 from offcompile.planning.feedback.corrections import SAME, Factors
 from offcompile.planning.feedback.earlier_figures import (
@@ -24,7 +26,7 @@ from offcompile.planning.feedback.earlier_figures import (
 )
 from offcompile.planning.feedback.lane_watch import MARGIN
 from offcompile.planning.feedback.measured import MeasuredStep
-from offcompile.planning.feedback.profiling import reconsider
+from offcompile.planning.feedback.profiling import LONGER_GAINS, reconsider
 from offcompile.planning.feedback.sparsity import Packability
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import Beaten
@@ -113,20 +115,40 @@ def test_damaged_figures_count_as_absent(folder: Path, damage: dict[str, object]
     assert found(now) == now
 
 
+def judged(plan: Callable[..., Decided]) -> tuple[str, float, bool]:
+    """What is said of a plan that costs so much, and if another one is taken."""
+    report = made()
+    facts = Packability({}, {}, None)
+    told = reconsider(report.problem, report.plan, report.machine, facts, 0.03, plan, "costs")
+    return told[0], report.result.cost_us, told[1] is not None
+
+
 def test_a_search_ends_early_where_no_plan_can_gain_enough() -> None:
     asked: list[float] = []
 
-    def beaten(problem: object, worth_us: float) -> Decided:
+    def beaten(problem: Problem, worth_us: float, shortly: bool) -> Decided:
         asked.append(worth_us)
         raise Beaten
 
-    report = made()
-    facts = Packability({}, {}, None)
-    text, none = reconsider(
-        report.problem, report.plan, report.machine, facts, 0.03, beaten, "costs"
-    )
-    assert none is None and text == "no plan for these costs gains 3% of a step: the plan stays"
-    assert asked == [pytest.approx(0.97 * report.result.cost_us)]
+    text, cost_us, taken = judged(beaten)
+    assert text == "no plan for these costs gains 3% of a step: the plan stays" and not taken
+    assert asked == [pytest.approx(0.97 * cost_us)]
+
+
+@pytest.mark.parametrize(("near", "searches"), [(1.01, [True, False]), (0.99, [True])])
+def test_a_long_search_follows_a_short_one_that_came_near(
+    near: float, searches: list[bool]
+) -> None:
+    asked: list[bool] = []
+
+    def plan(problem: Problem, worth_us: float, shortly: bool) -> Any:
+        asked.append(shortly)
+        cost_us = worth_us * LONGER_GAINS / near if shortly else worth_us * 0.99
+        return SimpleNamespace(cost_us=cost_us, result=SimpleNamespace(cost_us=cost_us))
+
+    text, _, taken = judged(plan)
+    assert asked == searches
+    assert taken == (len(searches) == 2) and ("it is taken" in text) == taken
 
 
 # -- a model whose steps are made up ---------------------------------------------------------------

@@ -35,6 +35,8 @@ WATCH_EVERY = 50
 WORTH = {"aot_eager": 0.03, "inductor": 0.05}
 #: denser tensors hardly shrink with any codec
 WORTH_A_CODEC = 0.9
+#: a longer search seldom makes a plan cheaper than a short one does by more than this factor
+LONGER_GAINS = 1.03
 #: limits per graph on decisions that cost planning, and on new plans
 MOST_DECISIONS, MOST_REPLANS = 8, 4
 
@@ -237,15 +239,15 @@ def reconsider(
     machine: Machine,
     facts: Packability,
     worth: float,
-    plan: Callable[[Problem, float], Decided],
+    plan: Callable[[Problem, float, bool], Decided],
     seen: str = "densities",
 ) -> tuple[str, tuple[Problem, Decided] | None]:
     """Judges a plan by the densities; returns another plan for them if it is worth the change.
 
     `problem` is as it was planned; `machine` is that of the current plan, with the current
-    knowledge of codecs and lanes. plan: raises `Beaten` if no plan can take less than so many µs.
-    seen: the other new knowledge, `rates` of lanes or `costs` of ops. The text gives the reason,
-    for people.
+    knowledge of codecs and lanes. plan: searches, for a short time if told so, and raises `Beaten`
+    if no plan can take less than so many µs. seen: the other new knowledge, `rates` of lanes or
+    `costs` of ops. The text gives the reason, for people.
     """
     shown = with_ratios(problem, machine, facts, only_paying=False)
     asked = with_ratios(problem, machine, facts)
@@ -258,7 +260,10 @@ def reconsider(
     if now_us * (1 - worth) <= compute_us:
         return "moving costs next to nothing as it is; the plan stays", None
     try:
-        found = plan(asked, now_us * (1 - worth))
+        worth_us = now_us * (1 - worth)
+        if plan(asked, worth_us, True).cost_us > worth_us * LONGER_GAINS:
+            raise Beaten
+        found = plan(asked, worth_us, False)
     except Beaten:
         return f"no plan for these {seen} gains {100 * worth:.0f}% of a step: the plan stays", None
     except Infeasible:

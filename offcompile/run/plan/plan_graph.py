@@ -15,7 +15,7 @@ from offcompile.graph.graphs import Graphs
 from offcompile.graph.lowering.order import pin_order
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
-from offcompile.graph.weight_placement import Choice
+from offcompile.graph.weight_placement import TRIAL_SHARE, Choice
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 from offcompile.planning.empty_turn import kept_at_turn
 from offcompile.planning.feedback.corrections import with_factors
@@ -23,6 +23,7 @@ from offcompile.planning.feedback.earlier_figures import as_found_before
 from offcompile.planning.feedback.endurance import planned_life
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
 from offcompile.planning.feedback.sparsity import Packability
+from offcompile.planning.fit_budget import Decided
 from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in, total_bytes
 from offcompile.planning.plan_cache import planner_digest
 from offcompile.report.dump import Dumped as Compilation
@@ -229,7 +230,7 @@ def plan_again(
             source.machine(made.machine.tier[DEVICE].capacity_bytes or 1),
             Packability(planned.dtypes, profile.densities, options.lossy),
             WORTH[options.lowering],
-            lambda p, worth_us: planner.decide(p, planner.budget(), worth_us=worth_us),
+            partial(_searched, planner),
             profile.seen,
         )
     facts.profile.decided(text, found is not None)
@@ -237,6 +238,11 @@ def plan_again(
     if found is None:
         return None
     return Settled(found[0], planner.budget(), found[1], planned.pieces)
+
+
+def _searched(planner: GraphPlanner, problem: Problem, worth_us: float, shortly: bool) -> Decided:
+    share = TRIAL_SHARE if shortly else 1.0
+    return planner.decide(problem, planner.budget(), share=share, worth_us=worth_us, trial=shortly)
 
 
 # --- parts of `plan_graph` -----------------------------------------------------------------------
