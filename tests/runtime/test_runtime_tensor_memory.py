@@ -380,6 +380,34 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert forked(code) == "0"
 
 
+def test_a_fork_while_a_thread_gives_pages_back_leaves_no_lock_behind(forked: Forked) -> None:
+    code = """
+import signal, threading
+h = heap()
+h.guard.limit(1 << 40, h._statm)
+over = threading.Event()
+
+def trimming():
+    while not over.is_set():
+        h.guard.keep_within(1)
+
+thread = threading.Thread(target=trimming)
+thread.start()
+ended = []
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it if it waits for a lock that nobody opens
+        h.guard.keep_within(1)
+        os._exit(0)
+    ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+thread.join()
+print(set(ended))
+"""
+    assert forked(code) == "{0}"
+
+
 def test_versions_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.41")
     assert tensor_memory.glibc_version() == (2, 41)

@@ -288,6 +288,7 @@ class Limit {
     return most;
   }
 
+  std::mutex& lock() { return looking_; }
   std::atomic<std::int64_t> trims{0}, trim_ns{0};
 
  private:
@@ -397,10 +398,12 @@ class PlainBlocks final : public c10::Allocator {
 
 extern "C" void offcompile_use_plain_blocks() {
   static PlainBlocks* blocks = new PlainBlocks();  // outlives every tensor
-  // a fork while another thread looks for a place would leave the child a lock that nobody opens
+  // a fork while another thread looks for a place, or gives pages back, would leave the child a lock
+  // that nobody opens
   static const int once = pthread_atfork(
-      [] { places().lock().lock(); }, [] { places().lock().unlock(); },
-      [] { places().lock().unlock(); });
+      [] { limit().lock().lock(), places().lock().lock(); },
+      [] { places().lock().unlock(), limit().lock().unlock(); },
+      [] { places().lock().unlock(), limit().lock().unlock(); });
   static_cast<void>(once);
   c10::SetCPUAllocator(blocks, 255);
 }
