@@ -118,7 +118,8 @@ TEXT = """\
 
 Seconds that the first {steps} steps of a process take beyond as many that have settled: to trace,
 compile ({lowering}), measure ops and plan. `ckpt` is the library's own checkpointing; ours has its
-memory as its budget. Caches are full in the third process in a row.
+memory as its budget. Caches are full in the third process in a row: the second one measures again
+what was measured while the machine was busy, and may compile for another plan.
 The library's ViT changes its configuration in the first step, so Dynamo traces it again in the
 second.
 
