@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,6 +74,19 @@ def read_document(kind: str, identity: Identity) -> dict[str, object] | None:
 def measured_here(document: Path) -> set[str]:
     """Keys of a document that this process has measured, which it does not measure twice."""
     return made_once(MEASURED, document, set)
+
+
+def digest_of(parts: Sequence[object]) -> str:
+    """Tells apart documents for which so much decides that their identity would be long."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def write_among(
+    kind: str, identity: Identity, content: Mapping[str, object], most_bytes: int
+) -> None:
+    """Replaces the document; deletes the least recently used of its kind beyond so many bytes."""
+    write_document(kind, identity, content)
+    drop_oldest(kind, most_bytes)
 
 
 def write_document(kind: str, identity: Identity, content: Mapping[str, object]) -> bool:

@@ -10,7 +10,6 @@ compiled for it again.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from pathlib import Path
 from offcompile.ir import BrokenPlan, Infeasible, InvalidInput
 from offcompile.ir.jsonio import machine_to_json, plan_from_json, plan_to_json, problem_to_json
 from offcompile.machine.cost_cache import (
-    drop_oldest,
+    digest_of,
     read_document,
     used_now,
-    write_document,
+    write_among,
 )
 from offcompile.runtime.base.interpreter import in_large_chunk
 from offcompile.runtime.base.once import made_once
@@ -52,7 +51,7 @@ class Question(PlanAsked):
             [repr(figure) for figure in figures],
             None if self.beside is None else self.beside.digest(self.problem),
         ]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return digest_of(parts)
 
     @in_large_chunk
     def answered(self, progress: Callable[[str], None] | None = None) -> PlanResult:
@@ -72,8 +71,7 @@ def plan_once(question: Question, progress: Callable[[str], None] | None = None)
 
     def keep(content: dict[str, object]) -> None:
         if time.thread_time() - busy_from >= WORTH_KEEPING_SECONDS:
-            write_document(KIND, identity, content)
-            drop_oldest(KIND, MOST_BYTES)
+            write_among(KIND, identity, content, MOST_BYTES)
 
     try:
         made = question.answered(progress)

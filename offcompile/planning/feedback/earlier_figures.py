@@ -6,8 +6,6 @@ count: then the search that follows is found in the cache, and so is the graph t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from offcompile.ir import Machine, Plan, Problem
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.machine.cost_cache import (
-    drop_oldest,
+    digest_of,
     positive_number,
     read_document,
     used_now,
-    write_document,
+    write_among,
 )
 
 from .corrections import SAME, Factors
@@ -71,16 +69,14 @@ def as_found_before(
     otherwise these, which are kept for later ones. `machine`: as measured; `planner`: its digest.
     """
     parts = [problem_to_json(problem), machine_to_json(machine), plan_to_json(plan)]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    identity = {"planner": planner, "plan": digest}
+    identity = {"planner": planner, "plan": digest_of(parts)}
     kept = _read(read_document(KIND, identity))
     nearest = min(kept, key=lambda f: now.distance(f, machine), default=now)
     if kept and now.distance(nearest, machine) <= 1:
         used_now(KIND, identity)
         return nearest
     rows = [asdict(figures) for figures in (*kept, now)[-MOST_KEPT:]]
-    write_document(KIND, identity, {"figures": rows})
-    drop_oldest(KIND, MOST_BYTES)
+    write_among(KIND, identity, {"figures": rows}, MOST_BYTES)
     return now
 
 

@@ -261,7 +261,7 @@ def reconsider(
         return "moving costs next to nothing as it is; the plan stays", None
     try:
         worth_us = now_us * (1 - worth)
-        if plan(asked, worth_us, True).cost_us > worth_us * LONGER_GAINS:
+        if plan(asked, worth_us, True).result.cost_us > worth_us * LONGER_GAINS:
             raise Beaten
         found = plan(asked, worth_us, False)
     except Beaten:

@@ -12,8 +12,6 @@ from run to run, and when Dynamo traces a function again. Another plan would be 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -25,10 +23,10 @@ from offcompile.graph.split import Splits
 from offcompile.ir import OffloadError, Problem
 from offcompile.ir.jsonio import machine_to_json, problem_from_json, problem_to_json
 from offcompile.machine.cost_cache import (
-    drop_oldest,
+    digest_of,
     read_document,
     used_now,
-    write_document,
+    write_among,
 )
 from offcompile.planning.plan_cache import sources_digest
 from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate
@@ -67,8 +65,7 @@ def remembered_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | 
     if time.thread_time() - busy_from >= WORTH_KEEPING_SECONDS:
         splitting = found.choice.splitting
         said = None if splitting is None else _splitting_to_json(splitting)
-        write_document(KIND, identity, {"answer": answer_of(found), "splitting": said})
-        drop_oldest(KIND, MOST_BYTES)
+        write_among(KIND, identity, {"answer": answer_of(found), "splitting": said}, MOST_BYTES)
     return found
 
 
@@ -106,7 +103,7 @@ def _question(planner: GraphPlanner, problem: Problem) -> str:
         [target.library_bytes, target.reserve_bytes(room), target.holes_bytes(room)],
         [repr(target.room(room)), address_space_is_limited()],
     ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return digest_of(parts)
 
 
 def _splitting_to_json(splitting: Splitting) -> dict[str, Any]:
