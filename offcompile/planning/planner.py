@@ -222,7 +222,7 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
     outlined, tried_us = _outlined(coarse.problem, asked)
     if progress is not None:
         progress("bounding")
-    bounding = max(BOUND_SHARE * seconds, BOUND_S_PER_OP * len(problem.ops))
+    bounding = bounding_seconds(problem, seconds)
     bound = lower_bound(problem, machine, seconds=bounding)
     if bound.us >= asked.worth_us:
         raise Beaten
@@ -273,6 +273,11 @@ def _least_us(problem: Problem, asked: PlanAsked) -> float:
     if asked.beside is None:
         return 0.0
     return StepJudge(problem, asked.machine, asked.beside).least_us()
+
+
+def bounding_seconds(problem: Problem, seconds: float) -> float:
+    """The part of the planning time that goes into the bound."""
+    return max(BOUND_SHARE * seconds, BOUND_S_PER_OP * len(problem.ops))
 
 
 def bounded_longer(problem: Problem, machine: Machine, made: PlanResult) -> PlanResult:

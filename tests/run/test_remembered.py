@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,8 +16,11 @@ from planned_cases import CASES, trained
 from torch import Tensor
 from weights_runs import clean_slate
 
+from offcompile.ir import Infeasible
 from offcompile.report.report import PlanReport
+from offcompile.run import problem_source
 from offcompile.run.plan import remembered
+from offcompile.run.plan.candidates import Candidate
 
 clean = pytest.fixture(autouse=True)(clean_slate)
 #: every run of the tests has these
@@ -91,9 +97,98 @@ def test_what_is_damaged_counts_as_absent(kept: Path, damage: dict[str, object])
 def test_a_plan_of_another_graph_counts_as_absent(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remembered, "_question", lambda planner, problem: "the same")
+    monkeypatch.setattr(remembered._Memory, "question", lambda self: "the same")
     planned("masks as bits")
     values, reports, searched = planned("activations")
     assert searched == len(reports)
     plain, *_ = planned("activations", reuse_plans=False)
     assert all(map(torch.equal, values, plain))
+
+
+# --- ops that take another time than before -----------------------------------------------------
+
+
+@pytest.fixture
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Make ops take so many times as long as they do, and every second one a little longer."""
+    costs_of_graph = problem_source.costs_of_graph
+
+    def slow(factor: float) -> None:
+        def costs(*args: Any) -> dict[str, Any]:
+            found = costs_of_graph(*args).items()
+            return {
+                name: replace(cost, duration_us=cost.duration_us * factor * (1 + i % 2 / 20))
+                for i, (name, cost) in enumerate(found)
+            }
+
+        monkeypatch.setattr(problem_source, "costs_of_graph", costs)
+
+    return slow
+
+
+@pytest.mark.parametrize("case", some(CASES, *ALWAYS))
+def test_a_plan_is_kept_with_its_new_times(
+    case: str, slow_down: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembered, "WORTH", {"aot_eager": 0.99})
+    values, reports, searched = planned(case)
+    slow_down(3.0)
+    again, found, searched_again = planned(case)
+    assert (searched, searched_again) == (len(reports), 0)
+    assert all(map(torch.equal, again, values))
+    for before, now in zip(reports, found, strict=True):
+        assert now.plan == before.plan and now.result.reused
+        assert now.memory == before.memory
+        ops = [sum(op.duration_us for op in r.problem.ops) for r in (before, now)]
+        assert ops[1] > 2 * ops[0]
+        assert ops[1] <= now.result.lower_bound_us * (1 + 1e-9)
+        assert now.planned_us > before.planned_us
+    third = planned(case)
+    assert third[2] == 0 and moves(third[1]) == moves(found)
+
+
+def test_it_is_kept_for_a_budget_of_the_next_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "WORTH", {"aot_eager": 0.99})
+    _, reports, _ = planned("activations")
+    number = remembered._bin
+    for more in (-1, 1, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(remembered, "_bin", lambda budget, more=more: number(budget) + more)
+            _, found, searched = planned("activations")
+        assert searched == (0 if more < 3 else len(reports))
+        assert [r.plan for r in found] == [r.plan for r in reports]
+
+
+@pytest.mark.parametrize("gain", [0.02, 0.4])
+def test_only_a_plan_that_is_worth_compiling_for_replaces_it(
+    gain: float, slow_down: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process believes that its plan touches much memory again."""
+    monkeypatch.setattr(remembered, "WORTH", {"aot_eager": 0.3})
+    search = remembered.best_candidate
+
+    def touching(*args: Any) -> Candidate:
+        found = search(*args)
+        decided = found.choice.decided
+        dearer = replace(decided, touching_us=decided.cost_us * gain / (1 - gain))
+        return replace(found, choice=replace(found.choice, decided=dearer))
+
+    with mock.patch.object(remembered, "best_candidate", touching):
+        trained("activations")
+    slow_down(1.01)
+    _, reports, searched = planned("activations")
+    assert all(report.result.reused is (gain < 0.3) for report in reports)
+    assert gain < 0.3 or searched == len(reports)
+
+
+def test_it_is_kept_if_the_search_finds_none_now(
+    slow_down: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembered, "WORTH", {"aot_eager": -1.0})  # always searches
+    values, reports, _ = planned("activations")
+    slow_down(1.1)
+    refused = mock.Mock(side_effect=Infeasible("no order was found", None, "Take more."))
+    with mock.patch.object(remembered, "best_candidate", refused):
+        again, found = trained("activations")
+    assert refused.called and [r.plan for r in found] == [r.plan for r in reports]
+    assert all(map(torch.equal, again, values))

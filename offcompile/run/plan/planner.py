@@ -93,9 +93,9 @@ class GraphPlanner:
         trial: see `PlanSearch`.
         """
         options, target = self.source.options, self.source.target
-        seconds = share * (options.seconds or planning_seconds(problem))
+        seconds = share * self.seconds(problem)
         search = PlanSearch(
-            partial(self._machine, problem),
+            partial(self.machine, problem),
             target.reserve_bytes,
             options.whole_policy,
             seconds,
@@ -120,12 +120,16 @@ class GraphPlanner:
             return made
         return empty_turn.keeping_at_most(kind.keeps_bytes, problem, search, budget, made)
 
+    def seconds(self, problem: Problem) -> float:
+        """The usual time of a search."""
+        return self.source.options.seconds or planning_seconds(problem)
+
     def host_bytes(self) -> int | None:
         """Bytes of the host tier that other calls leave to this graph; None: no limit."""
         capacity = self.source.machine(1).tier[HOST].capacity_bytes
         return None if capacity is None else max(0, capacity - self.request.host_held_bytes)
 
-    def _machine(self, problem: Problem, device_bytes: int) -> Machine:
+    def machine(self, problem: Problem, device_bytes: int) -> Machine:
         """The target's machine, with the room on its host tier that others and results leave.
 
         Others hold results in memory, which is the host's wherever a plan sends them. A limit that

@@ -6,21 +6,24 @@ cut, rewrite and annotate the graph for each takes seconds. So the best candidat
 in the form in which ranks pass it on (`answers`). It is taken like the plan of another rank:
 simulated and checked anew, and one that does not fit the graph counts as absent.
 
-Budgets that are nearly the same share a candidate, if it fits: what others hold differs by a little
-from run to run, and when Dynamo traces a function again. Another plan would be compiled anew.
+Ops are measured again in later processes where the machine was busy, and what others hold differs
+by a little, also when Dynamo traces a function again. Graphs would be compiled anew for another
+plan. So the newest candidate of a graph is found for nearly the same budget and any costs too, is
+timed with those of this process, and is left only for a plan that is worth compiling for.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from offcompile.bounds import lower_bound
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.split import Splits
-from offcompile.ir import OffloadError, Problem
+from offcompile.ir import Infeasible, OffloadError, Problem
 from offcompile.ir.jsonio import machine_to_json, problem_from_json, problem_to_json
 from offcompile.machine.cost_cache import (
     digest_of,
@@ -28,8 +31,11 @@ from offcompile.machine.cost_cache import (
     used_now,
     write_among,
 )
+from offcompile.planning.feedback.profiling import WORTH
 from offcompile.planning.plan_cache import sources_digest
+from offcompile.planning.planner import bounding_seconds
 from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate
+from offcompile.run.ranks.figures import structure_of
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 
 from .answers import TheirPlan, Unreadable, answer_of, read_answer
@@ -39,12 +45,82 @@ from .planner import GraphPlanner
 from .together import NotHere, taken
 
 KIND = "candidate"
+#: the question that was asked last about a graph
+NEWEST_KIND = "newest-candidate"
 #: processor time of a search that is worth a file
 WORTH_KEEPING_SECONDS = 0.5
 #: the least recently used candidates beyond this are deleted
-MOST_BYTES = 64 << 20
+MOST_BYTES, MOST_NEWEST_BYTES = 64 << 20, 1 << 20
 #: budgets that differ by less than this factor may share a candidate
 SAME_BUDGET = 1.005
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """Candidates of one graph in the cache folder. `problem`: of the graph as it is given."""
+
+    planner: GraphPlanner
+    problem: Problem
+
+    def read(self, question: str) -> Mapping[str, Any] | None:
+        """What was kept for this question; None if nothing was."""
+        identity = self._asked(question)
+        kept = read_document(KIND, identity)
+        if kept is not None:
+            used_now(KIND, identity)
+        return kept
+
+    def newest(self) -> Iterator[Mapping[str, Any]]:
+        """What was kept last for this graph, whatever its costs, with nearly the same budget."""
+        own = _bin(self.planner.budget())
+        for near in [own] if own is None else [own, own - 1, own + 1]:
+            identity = self._graph(near)
+            question = (read_document(NEWEST_KIND, identity) or {}).get("question")
+            if isinstance(question, str) and (kept := self.read(question)) is not None:
+                used_now(NEWEST_KIND, identity)
+                yield kept
+
+    def keep(self, question: str, found: Candidate) -> None:
+        splitting = found.choice.splitting
+        said = None if splitting is None else _splitting_to_json(splitting)
+        content = {"answer": answer_of(found), "splitting": said}
+        write_among(KIND, self._asked(question), content, MOST_BYTES)
+        identity = self._graph(_bin(self.planner.budget()))
+        write_among(NEWEST_KIND, identity, {"question": question}, MOST_NEWEST_BYTES)
+
+    def question(self) -> str:
+        """Hash all that decides which candidate is best."""
+        planner, source, budget = self.planner, self.planner.source, self.planner.budget()
+        room = _room(_bin(budget))
+        parts = [
+            problem_to_json(self.problem),
+            machine_to_json(source.machine(room)),
+            [planner.host_bytes(), budget and planner.places_blocks(budget)],
+            [source.profile.lacks_room, source.touch_again_us_per_mib],
+            [source.target.library_bytes, source.target.reserve_bytes(room)],
+            [source.target.holes_bytes(room), repr(source.target.room(room))],
+        ]
+        return digest_of([*self._settings(), budget is None, *parts])
+
+    def _asked(self, question: str) -> dict[str, str | int | bool]:
+        return {"sources": sources_digest(), "question": question}
+
+    def _graph(self, budget_bin: int | None) -> dict[str, str | int | bool]:
+        """Name the graph and all that was asked, but for budgets that are nearly the same, and
+        for figures that were measured."""
+        options, device = self.planner.source.options, self.planner.source.target.device
+        parts = [structure_of(self.problem), repr(options.hardware), str(device), budget_bin]
+        return {"sources": sources_digest(), "graph": digest_of([*self._settings(), *parts])}
+
+    def _settings(self) -> list[Any]:
+        request, options = self.planner.request, self.planner.source.options
+        return [
+            [options.lowering, options.whole_policy, options.split, options.minimum],
+            [options.seconds, address_space_is_limited()],
+            [list(request.kind), request.quick, request.updated_there],
+            [sorted(who) for who in (request.taken.updated, request.taken.reduced, request.fixed)],
+            sorted((str(symbol), value) for symbol, value in request.sizes.items()),
+        ]
 
 
 def remembered_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None) -> Candidate:
@@ -55,55 +131,73 @@ def remembered_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | 
         return best_candidate(planner, given, splits)
     plain = source.annotate(given, planner.budget(), planner.tell)
     planner = replace(planner, priced=(given, plain))
-    identity = {"sources": sources_digest(), "question": _question(planner, plain.problem)}
-    kept = read_document(KIND, identity)
+    memory = _Memory(planner, plain.problem)
+    question = memory.question()
+    kept = memory.read(question)
     if kept is not None and (found := _restored(kept, planner, given, splits)) is not None:
-        used_now(KIND, identity)
         return found
     busy_from = time.thread_time()
-    found = best_candidate(planner, given, splits)
-    if time.thread_time() - busy_from >= WORTH_KEEPING_SECONDS:
-        splitting = found.choice.splitting
-        said = None if splitting is None else _splitting_to_json(splitting)
-        write_among(KIND, identity, {"answer": answer_of(found), "splitting": said}, MOST_BYTES)
+    restored = (_restored(kept, planner, given, splits, anew=True) for kept in memory.newest())
+    earlier = next((made for made in restored if made is not None), None)
+    found = _best_beside(earlier, planner, given, splits)
+    if earlier is not None or time.thread_time() - busy_from >= WORTH_KEEPING_SECONDS:
+        memory.keep(question, found)
     return found
 
 
 def _restored(
-    kept: Mapping[str, Any], planner: GraphPlanner, given: Graphs, splits: Splits | None
+    kept: Mapping[str, Any],
+    planner: GraphPlanner,
+    given: Graphs,
+    splits: Splits | None,
+    anew: bool = False,
 ) -> Candidate | None:
-    """The candidate that was kept, for these graphs; None if it is damaged or does not fit them."""
+    """The candidate that was kept, for these graphs; None if it is damaged or does not fit them.
+    anew: timed and bounded with the costs of this process."""
     try:
         answer, said = read_answer(kept["answer"]), kept["splitting"]
         if not isinstance(answer, TheirPlan):
             return None
         splitting = None if said is None else _splitting_from_json(said)
-        found = taken(answer, planner, given, splits, splitting)
+        found = taken(answer, planner, given, splits, splitting, anew)
     except (NotHere, Unreadable, OffloadError, LookupError, TypeError, ValueError):
         return None
-    choice, decided = found.choice, found.choice.decided
-    decided = replace(decided, result=replace(decided.result, reused=True))
-    return replace(found, choice=replace(choice, decided=decided))
+    result = replace(found.choice.decided.result, reused=True)
+    if anew:
+        problem, machine = found.choice.annotated.problem, found.choice.decided.machine
+        seconds = bounding_seconds(problem, planner.seconds(problem))
+        bound = lower_bound(problem, machine, seconds=seconds)
+        result = replace(result, lower_bound_us=bound.us, bound_method=bound.method)
+    decided = replace(found.choice.decided, result=result)
+    return replace(found, choice=replace(found.choice, decided=decided))
 
 
-def _question(planner: GraphPlanner, problem: Problem) -> str:
-    """Hash all that decides which candidate is best. `problem`: of the graph as it is given."""
-    request, source, budget = planner.request, planner.source, planner.budget()
-    options, target = source.options, source.target
-    room = 1 if budget is None else int(SAME_BUDGET ** int(math.log(budget, SAME_BUDGET)))
-    parts = [
-        problem_to_json(problem),
-        machine_to_json(source.machine(room)),
-        [budget is None, planner.host_bytes(), budget and planner.places_blocks(budget)],
-        [options.lowering, options.whole_policy, options.split, options.minimum, options.seconds],
-        [list(request.kind), request.quick, request.updated_there],
-        [sorted(who) for who in (request.taken.updated, request.taken.reduced, request.fixed)],
-        sorted((str(symbol), value) for symbol, value in request.sizes.items()),
-        [source.profile.lacks_room, source.touch_again_us_per_mib],
-        [target.library_bytes, target.reserve_bytes(room), target.holes_bytes(room)],
-        [repr(target.room(room)), address_space_is_limited()],
-    ]
-    return digest_of(parts)
+def _best_beside(
+    earlier: Candidate | None, planner: GraphPlanner, given: Graphs, splits: Splits | None
+) -> Candidate:
+    """The candidate of an earlier process, or a better one that is worth compiling for."""
+    if earlier is None:
+        return best_candidate(planner, given, splits)
+    worth, before = WORTH[planner.source.options.lowering], earlier.choice.decided
+    if before.cost_us * (1 - worth) <= before.bound_us:
+        return earlier
+    try:
+        found = best_candidate(planner, given, splits)
+    except Infeasible:
+        return earlier
+    now = found.choice.decided
+    smaller = planner.budget() is None and now.order.peak_bytes < before.order.peak_bytes
+    return found if smaller or now.cost_us < before.cost_us * (1 - worth) else earlier
+
+
+def _bin(budget: int | None) -> int | None:
+    """Number budgets so that nearly the same ones have the same number, or neighbours."""
+    return None if budget is None else int(math.log(budget, SAME_BUDGET))
+
+
+def _room(budget_bin: int | None) -> int:
+    """The budget of that number; 1 if there is none."""
+    return 1 if budget_bin is None else int(SAME_BUDGET**budget_bin)
 
 
 def _splitting_to_json(splitting: Splitting) -> dict[str, Any]:

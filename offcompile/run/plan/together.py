@@ -148,9 +148,11 @@ def taken(
     given: Graphs,
     splits: Splits | None,
     splitting: Splitting | None = None,
+    anew: bool = False,
 ) -> Candidate:
     """Rewrite the graphs for the plan of another rank, or of an earlier process. Raises `NotHere`
-    if it is not for them, or not for this machine. splitting: of its pieces, if that is known."""
+    if it is not for them, or not for this machine. splitting: of its pieces, if that is known.
+    anew: time the plan with the costs and rates of this process, not with those of the answer."""
     pieces, stays, rewrites = answer.pieces, answer.stays, answer.rewrites
     if pieces is not None and splits is None:
         raise NotHere("it splits a loss that is not found here")
@@ -164,7 +166,11 @@ def taken(
         if compacted is None:
             raise NotHere("it packs masks that are not found here")
         graphs = compacted.graphs
-    if graphs is not given:  # the costs of the answer count
+    if anew:
+        source = replace(source)
+        if graphs is not given:
+            source.price(graphs, planner.budget(), planner.tell)
+    elif graphs is not given:  # the costs of the answer count
         source = source.estimated(graphs, planner.tell)
     plain, offers = source.problem(graphs), None
     if rewrites.withheld is not None:
@@ -180,6 +186,10 @@ def taken(
     problem = answer.problem
     if structure_of(problem) != structure_of(annotated.problem):
         raise NotHere("its graph has other tensors or ops")
+    if anew:
+        problem, room = annotated.problem, answer.machine.tier[DEVICE].capacity_bytes
+        machine = planner.machine(problem, room or 1)
+        answer = replace(answer, problem=problem, machine=machine)
     decided = _decided(answer)
     packed = (replace(t, ratios=problem.tensor[t.id].ratios) for t in annotated.problem.tensors)
     _judge(decided, replace(annotated.problem, tensors=tuple(packed)), planner)
@@ -202,7 +212,7 @@ def taken(
 
 
 def _decided(answer: TheirPlan) -> Decided:
-    """Simulate the plan, with the figures of the rank that made it."""
+    """Simulate the plan, with the figures of the answer."""
     problem, machine, plan = answer.problem, answer.machine, answer.plan
     if broken := check_structure(problem, machine, plan):
         raise NotHere(f"it is not lawful: {broken[0]}")
