@@ -222,7 +222,7 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
     outlined, tried_us = _outlined(coarse.problem, asked)
     if progress is not None:
         progress("bounding")
-    bounding = bounding_seconds(problem, seconds)
+    bounding = _bounding_seconds(problem, seconds)
     bound = lower_bound(problem, machine, seconds=bounding)
     if bound.us >= asked.worth_us:
         raise Beaten
@@ -275,9 +275,15 @@ def _least_us(problem: Problem, asked: PlanAsked) -> float:
     return StepJudge(problem, asked.machine, asked.beside).least_us()
 
 
-def bounding_seconds(problem: Problem, seconds: float) -> float:
+def _bounding_seconds(problem: Problem, seconds: float) -> float:
     """The part of the planning time that goes into the bound."""
     return max(BOUND_SHARE * seconds, BOUND_S_PER_OP * len(problem.ops))
+
+
+def bounded(problem: Problem, machine: Machine, made: PlanResult, seconds: float) -> PlanResult:
+    """The same plan, with the bound that a search of so many seconds would prove."""
+    bound = lower_bound(problem, machine, seconds=_bounding_seconds(problem, seconds))
+    return replace(made, lower_bound_us=bound.us, bound_method=bound.method)
 
 
 def bounded_longer(problem: Problem, machine: Machine, made: PlanResult) -> PlanResult:

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from offcompile.bounds import lower_bound
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.split import Splits
 from offcompile.ir import Infeasible, OffloadError, Problem
@@ -33,7 +32,7 @@ from offcompile.machine.cost_cache import (
 )
 from offcompile.planning.feedback.profiling import WORTH
 from offcompile.planning.plan_cache import sources_digest
-from offcompile.planning.planner import bounding_seconds
+from offcompile.planning.planner import bounded
 from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate
 from offcompile.run.ranks.figures import structure_of
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
@@ -165,9 +164,7 @@ def _restored(
     result = replace(found.choice.decided.result, reused=True)
     if anew:
         problem, machine = found.choice.annotated.problem, found.choice.decided.machine
-        seconds = bounding_seconds(problem, planner.seconds(problem))
-        bound = lower_bound(problem, machine, seconds=seconds)
-        result = replace(result, lower_bound_us=bound.us, bound_method=bound.method)
+        result = bounded(problem, machine, result, planner.seconds(problem))
     decided = replace(found.choice.decided, result=result)
     return replace(found, choice=replace(found.choice, decided=decided))
 
