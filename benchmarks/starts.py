@@ -119,12 +119,12 @@ TEXT = """\
 
 Seconds that the first {steps} steps of a process take beyond as many that have settled: to trace,
 compile ({lowering}), measure ops and plan. `ckpt` is the library's own checkpointing; ours has its
-memory as its budget. Three processes run one after another, the first with empty caches. The second
+memory as its budget. Three processes run one after another, the 1st with empty caches. The 2nd
 one measures again what was measured while the machine was busy.
 The library's ViT changes its configuration in the first step, so Dynamo traces it again in the
 second.
 
-| model | budget, MiB | first: plain | ckpt | ours | second: plain | ckpt | ours | third: plain | ckpt | ours |
+| model | budget, MiB | 1st: plain | ckpt | ours | 2nd: plain | ckpt | ours | 3rd: plain | ckpt | ours |
 |---|---|---|---|---|---|---|---|---|---|---|
 {rows}
 

@@ -286,6 +286,13 @@ def bounded(problem: Problem, machine: Machine, made: PlanResult, seconds: float
     return replace(made, lower_bound_us=bound.us, bound_method=bound.method)
 
 
+def may_take_less(problem: Problem, machine: Machine, than_us: float, seconds: float) -> bool:
+    """True if the bound that a search of so many seconds would prove leaves room for a plan that
+    takes less time."""
+    bound = lower_bound(problem, machine, seconds=_bounding_seconds(problem, seconds))
+    return bound.us < than_us and not bound.infeasible
+
+
 def bounded_longer(problem: Problem, machine: Machine, made: PlanResult) -> PlanResult:
     """The same plan; if it is far from its bound, with what more time can prove."""
     if made.gap <= FAR:

@@ -16,7 +16,7 @@ from planned_cases import CASES, trained
 from torch import Tensor
 from weights_runs import clean_slate
 
-from offcompile.ir import Infeasible
+from offcompile.ir import HOST, Infeasible
 from offcompile.report.report import PlanReport
 from offcompile.run import problem_source
 from offcompile.run.plan import remembered
@@ -179,6 +179,29 @@ def test_only_a_plan_that_is_worth_compiling_for_replaces_it(
     _, reports, searched = planned("activations")
     assert all(report.result.reused is (gain < 0.3) for report in reports)
     assert gain < 0.3 or searched == len(reports)
+
+
+@pytest.mark.parametrize("case", ["activations", "weights"])
+@pytest.mark.parametrize("less", [False, True])
+def test_it_is_compared_if_weights_elsewhere_may_be_faster(
+    less: bool, case: str, slow_down: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembered, "WORTH", {"aot_eager": 0.9})
+    _, reports, _ = planned(case)
+    slow_down(1.1)
+    monkeypatch.setattr(remembered, "device_us", lambda problem: 0.0)
+    monkeypatch.setattr(remembered, "weigh_little", lambda problem, machine: False)
+    asked = mock.Mock(return_value=less)
+    monkeypatch.setattr(remembered, "may_take_less", asked)
+    _, found, searched = planned(case)
+    assert searched == (len(reports) if less else 0)
+    assert asked.call_count == len(reports)
+    for report, call in zip(found, asked.call_args_list, strict=True):
+        hosted, elsewhere = (
+            any(t.kind == "weight" and t.home == HOST for t in problem.tensors)
+            for problem in (report.problem, call.args[0])
+        )
+        assert elsewhere != hosted
 
 
 def test_it_is_kept_if_the_search_finds_none_now(

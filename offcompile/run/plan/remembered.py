@@ -30,9 +30,10 @@ from offcompile.machine.cost_cache import (
     used_now,
     write_among,
 )
+from offcompile.passes.select.pinned_weights import weigh_little
 from offcompile.planning.feedback.profiling import WORTH
 from offcompile.planning.plan_cache import sources_digest
-from offcompile.planning.planner import bounded
+from offcompile.planning.planner import bounded, device_us, may_take_less
 from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate
 from offcompile.run.ranks.figures import structure_of
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
@@ -40,7 +41,7 @@ from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 from .answers import TheirPlan, Unreadable, answer_of, read_answer
 from .candidates import Candidate
 from .pieces import best_candidate
-from .planner import GraphPlanner
+from .planner import GraphPlanner, PlacementSearch
 from .together import NotHere, taken
 
 KIND = "candidate"
@@ -176,7 +177,8 @@ def _best_beside(
     if earlier is None:
         return best_candidate(planner, given, splits)
     worth, before = WORTH[planner.source.options.lowering], earlier.choice.decided
-    if before.cost_us * (1 - worth) <= before.bound_us:
+    enough_us = before.cost_us * (1 - worth)
+    if enough_us <= before.bound_us and not _elsewhere(earlier, planner, given, enough_us):
         return earlier
     try:
         found = best_candidate(planner, given, splits)
@@ -184,7 +186,24 @@ def _best_beside(
         return earlier
     now = found.choice.decided
     smaller = planner.budget() is None and now.order.peak_bytes < before.order.peak_bytes
-    return found if smaller or now.cost_us < before.cost_us * (1 - worth) else earlier
+    return found if smaller or now.cost_us < enough_us else earlier
+
+
+def _elsewhere(earlier: Candidate, planner: GraphPlanner, given: Graphs, worth_us: float) -> bool:
+    """True if a plan with the weights in another place may take less than this."""
+    at_home, machine = planner.annotated(given), earlier.choice.decided.machine
+    problem = at_home.problem
+    if worth_us <= device_us(problem):
+        return False
+    if earlier.choice.stays is None:
+        if weigh_little(problem, machine):
+            return False
+        own = replace(planner, source=replace(planner.source))
+        on_host = PlacementSearch(own, given, at_home).on_host(frozenset())
+        if on_host is None:
+            return False
+        problem = on_host.problem
+    return may_take_less(problem, machine, worth_us, planner.seconds(problem))
 
 
 def _bin(budget: int | None) -> int | None:
