@@ -86,10 +86,7 @@ def row(case: str, title: str, lowering: str) -> str:
     found = {kind: starts(case, lowering, kind, None) for kind in ("plain", "checkpoint")}
     budget = found["checkpoint"][0].peak_bytes - OVERHEAD_BYTES
     found["ours"] = starts(case, lowering, "ours", budget)
-    cells = [
-        " | ".join(f"{found[kind][i].lost_seconds:.0f}" for kind in found)
-        for i in range(1 + RESTARTS)
-    ]
+    cells = [" / ".join(f"{one.lost_seconds:.0f}" for one in found[kind]) for kind in found]
     return f"| {title} | {budget / MIB:,.0f} | " + " | ".join(cells) + " |"
 
 
@@ -119,13 +116,13 @@ TEXT = """\
 
 Seconds that the first {steps} steps of a process take beyond as many that have settled: to trace,
 compile ({lowering}), measure ops and plan. `ckpt` is the library's own checkpointing; ours has its
-memory as its budget. Three processes run one after another, the 1st with empty caches. The 2nd
-one measures again what was measured while the machine was busy.
+memory as its budget. Three processes run one after another, the first with empty caches. The
+second one measures again what was measured while the machine was busy.
 The library's ViT changes its configuration in the first step, so Dynamo traces it again in the
 second.
 
-| model | budget, MiB | 1st: plain | ckpt | ours | 2nd: plain | ckpt | ours | 3rd: plain | ckpt | ours |
-|---|---|---|---|---|---|---|---|---|---|---|
+| model | budget, MiB | plain: 1st / 2nd / 3rd process | ckpt | ours |
+|---|---|---|---|---|
 {rows}
 
 Machine: {machine}. Seconds drift from minute to minute by half and more.
