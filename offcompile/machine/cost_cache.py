@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from offcompile.ir.reading import read_bounded
 from offcompile.runtime.base.once import first_time, made_once
+from offcompile.runtime.base.posix import replace_text
 
 #: version of the document format and of the way in which its contents are measured
 FORMAT = 4
@@ -93,16 +93,9 @@ def write_document(kind: str, identity: Identity, content: Mapping[str, object])
     """Replaces the document atomically; False, after one warning, if that fails."""
     path = document_path(kind, identity)
     whole = {"format": FORMAT, "identity": dict(identity), "content": dict(content)}
-    temporary: str | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{kind}-", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(whole, file, indent=0, sort_keys=True)
-        os.replace(temporary, path)
+        replace_text(path, json.dumps(whole, indent=0, sort_keys=True))
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         _warn_once(path.parent, error)
         return False
     return True

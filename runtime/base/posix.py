@@ -1,4 +1,5 @@
-"""Parts of POSIX that macOS or Windows lack, and locks that no fork may catch.
+"""Parts of POSIX that macOS or Windows lack, locks that no fork may catch, and files that are
+replaced whole.
 
 Plans for named hardware can be made on any system. Training needs Linux, and is refused elsewhere
 before it reaches the missing parts (`offcompile.run.backend`).
@@ -7,9 +8,11 @@ before it reaches the missing parts (`offcompile.run.backend`).
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ else:
         fcntl: Any = None
         resource: Any = None
 
-__all__ = ["AtFork", "fcntl", "resource", "usable_cores", "watch"]
+__all__ = ["AtFork", "fcntl", "replace_text", "resource", "usable_cores", "watch"]
 
 
 def usable_cores() -> int:
@@ -31,6 +34,20 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of this user's in its folder, which is made: readers find the old text or the
+    new one, and an OSError leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 class AtFork(Protocol):

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from offcompile.ir.reading import read_bounded
 
+from .posix import replace_text
 from .threads import apart
 
 #: the folder for notes, in Inductor's cache folder
@@ -73,11 +73,7 @@ class _Note:
         """Note the library that was made."""
         with suppress(OSError, ValueError):  # without a note, the next process asks Inductor
             said = {"path": str(made.relative_to(self._inductor)), "digest": _digest(made)}
-            self._path.parent.mkdir(exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(said, file)
-            os.replace(temporary, self._path)
+            replace_text(self._path, json.dumps(said))
 
 
 def _digest(path: Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +99,14 @@ def test_a_cache_that_takes_no_notes_serves_all_the_same(asked: list[str], tmp_p
     (tmp_path / small_cpp.NOTES).write_text("a file")
     assert [seven(), seven()] == [7, 7]
     assert len(asked) == 2
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert [seven(), seven()] == [7, 7]
+    assert len(asked) == 2 and not list((tmp_path / small_cpp.NOTES).iterdir())
